@@ -1,0 +1,111 @@
+"""Everything that the core remembers, and the instructions that it is about to give."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+
+from snapd.core import events as e
+from snapd.core.buffer import Buffer
+from snapd.core.directory import Directory
+from snapd.core.lru import LruIndex
+from snapd.core.records import Record
+from snapd.core.session import Session, Settings
+from snapd.core.slab import SlabAllocator
+from snapd.errors import Reason
+
+
+class Outbox:
+    """The instructions of one event, in order.
+
+    Attributes:
+        now_ns: the event's time.
+        cause_id: the request behind it, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.cause_id = 0
+        self._out: list[e.Instruction] = []
+        self.requests_refused = 0
+
+    def begin(self, event: e.Event) -> list[e.Instruction]:
+        """Start with an empty list and return it; what follows is added to it."""
+        self.now_ns = event.at_ns
+        self.cause_id = event.cause_id
+        self._out = []
+        return self._out
+
+    def record(self, record: Record) -> None:
+        """Write a line of the log."""
+        self._out.append(e.RecordWritten(record))
+
+    def reply(self, result: e.Result, cause_id: int | None = None) -> None:
+        """Answer the request behind the event, or an earlier one that was kept waiting."""
+        cause_id = self.cause_id if cause_id is None else cause_id
+        if cause_id:
+            self._out.append(e.Replied(cause_id, result))
+
+    def refuse(self, reason: Reason, detail: str = "", retry_after_ms: int = 0) -> None:
+        """Answer that nothing was done."""
+        self.requests_refused += 1
+        self.reply(e.Refused(reason, detail, retry_after_ms))
+
+    def tell(self, told: e.EndTold) -> None:
+        """Tell a connection how an attempt ended."""
+        self._out.append(told)
+
+    def arm(self, key: tuple[e.TimerKind, int, int], event: e.TimerEvent | e.QuarantineTimedOut) -> None:
+        """Let *event* come once its deadline has passed; replaces the timer under *key*."""
+        self._out.append(e.TimerArmed(key, event))
+
+    def cancel(self, key: tuple[e.TimerKind, int, int]) -> None:
+        """Forget the timer under *key*."""
+        self._out.append(e.TimerCancelled(key))
+
+
+class Books:
+    """The tables and counters of one epoch. All bounded, all in one place.
+
+    Attributes:
+        open: attempts that have not ended, by handle.
+        ended: the latest attempts that have, oldest first, for exact repeats of late messages.
+        lru: what can be evicted: READY, unleased, and not waiting to be aborted.
+        handles_of_writer: attempts that a local process's exit is drain proof for.
+    """
+
+    def __init__(self, settings: Settings, arenas: Mapping[int, SlabAllocator], alignment_bytes: int) -> None:
+        self.settings = settings
+        self.outbox = Outbox()
+        self.buffer = Buffer(arenas, alignment_bytes)
+        self.directory = Directory(settings.layouts_max, settings.session_history_max)
+        self.lru: LruIndex[int] = LruIndex()
+        self.open: dict[int, Session] = {}
+        self.ended: OrderedDict[int, Session] = OrderedDict()
+        self.handles_of_writer: dict[int, set[int]] = {}
+        self.is_draining = False
+        self.outcomes: Counter[Reason] = Counter()
+        self.attempts = 0
+        self.messages_absorbed = 0
+        self.bytes_committed = 0
+        self.bytes_ingested = 0
+
+    def find(self, handle: int) -> Session | None:
+        """Return the attempt, open or remembered."""
+        return self.open.get(handle) or self.ended.get(handle)
+
+    def touch(self, session: Session) -> None:
+        """Make a READY attempt the most recently used, and evictable."""
+        self.lru.touch(
+            session.handle,
+            {
+                rank: sum(extent.size_bytes for extent in shard.extents)
+                for rank, shard in session.shards.items()
+            },
+        )
+
+    def forget_writer(self, writer_id: int, handle: int) -> None:
+        """The writer's exit proves nothing more about this attempt."""
+        handles = self.handles_of_writer.get(writer_id)
+        if handles is not None:
+            handles.discard(handle)
+            if not handles:
+                del self.handles_of_writer[writer_id]

@@ -1,0 +1,527 @@
+"""The actions that the table in fsm.py names: how one attempt lives and ends.
+
+Source: design, section 3.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from snapd.core import events as e
+from snapd.core import records as r
+from snapd.core.books import Books
+from snapd.core.events import FINAL_STATES, State
+from snapd.core.fsm import (
+    NEVER_KEPT,
+    STATE_TIMER,
+    STATE_TIMER_REASON,
+    TRANSFER_FAILED_REASONS,
+    VOTE_NO_REASONS,
+)
+from snapd.core.quarantine import Quarantine
+from snapd.core.session import Lease, Session, Shard, shard_plane_offsets_bytes, transfer_time_ns
+from snapd.errors import InvariantBroken, Reason
+from snapd.units import NS_PER_MS, ms_to_ns
+
+# Start, fail, abort, drained, a commit and some rounds of votes.
+ANSWERS_MAX_PER_RANK: Final = 32
+
+
+def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
+    """Return what a message and its exact repeat share; None: nobody waits for an answer."""
+    match event:
+        case e.TransferStarted():
+            return ("start",)
+        case e.RankCommitted():
+            return ("commit", event.rank, event.num_bytes, event.num_tokens, event.checksums)
+        case e.TransferFailed():
+            return ("fail", event.rank, event.reason)
+        case e.AbortAsked():
+            return ("abort",)
+        case e.VoteCast():
+            return ("vote", event.rank, event.lease_id, event.ok, event.reason, event.keep)
+        case e.WriterDrained():
+            return ("drained", event.rank)
+        case e.LeaseAsked():
+            return ("lease", event.rank)
+    return None
+
+
+class Lives:
+    """The actions. ``allowed`` holds the successors that the table gives for the present event."""
+
+    def __init__(self, books: Books, quarantine: Quarantine, take: Callable[[e.SessionEvent], None]) -> None:
+        self._books = books
+        self._out = books.outbox
+        self._quarantine = quarantine
+        self._take = take
+        self._last_lease_id = 0
+        self.allowed: tuple[State, ...] = ()
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def start_transfer(self, session: Session, event: e.TransferStarted) -> None:
+        """RESERVED: D is about to write."""
+        session.owner_conn_id = event.conn_id or session.owner_conn_id
+        self._enter(session, State.TRANSFERRING, Reason.OK)
+        self._answer(session, event, e.Accepted(session.state))
+
+    def commit_rank(self, session: Session, event: e.RankCommitted) -> None:
+        """RESERVED, TRANSFERRING: one rank's writes are final; READY once every rank's are."""
+        shard = session.shards.get(event.rank)
+        if shard is None:
+            self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
+            return
+        if shard.is_committed:
+            self._repeat(session, event, f"rank {event.rank} has committed other figures")
+            return
+        if len(event.checksums) != session.layout.num_planes:
+            self._out.refuse(
+                Reason.INVALID_REQUEST,
+                f"{len(event.checksums)} checksums for {session.layout.num_planes} planes",
+            )
+            return
+        session.owner_conn_id = event.conn_id or session.owner_conn_id
+        if (event.num_bytes, event.num_tokens) != (session.shard_bytes, session.num_tokens):
+            detail = (
+                f"committed {event.num_tokens} tokens, {event.num_bytes} bytes; "
+                f"granted {session.num_tokens} tokens, {session.shard_bytes} bytes"
+            )
+            self._end(session, State.ABORTED, Reason.PARTIAL_TRANSFER)
+            self._answer(session, event, e.Refused(Reason.PARTIAL_TRANSFER, detail))
+            return
+        if session.state is State.RESERVED:
+            self._enter(session, State.TRANSFERRING, Reason.OK)
+        shard.is_committed = True
+        shard.checksums = event.checksums
+        self._books.bytes_committed += session.shard_bytes
+        if all(other.is_committed for other in session.shards.values()):
+            self._make_ready(session)
+        self._answer(session, event, e.Accepted(session.state))
+
+    def _make_ready(self, session: Session) -> None:
+        directory = self._books.directory
+        older = directory.ready(session.key)
+        self._enter(session, State.READY, Reason.OK)
+        directory.make_ready(session)
+        self._books.touch(session)
+        if older is not None:
+            self._take(e.SupersededBy(at_ns=self._out.now_ns, slab_handle=older, newer_handle=session.handle))
+
+    def fail_transfer(self, session: Session, event: e.TransferFailed) -> None:
+        """RESERVED, TRANSFERRING: D says that it failed, or no longer has the session."""
+        if event.reason not in TRANSFER_FAILED_REASONS:
+            self._out.refuse(Reason.INVALID_REQUEST, f"a transfer does not fail with {event.reason}")
+            return
+        if event.rank is not None and event.rank not in session.shards:
+            self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
+            return
+        drained_ranks = [event.rank] if event.rank is not None else list(session.shards)
+        self._end(session, State.ABORTED, event.reason, drained_ranks if event.drained else ())
+        self._answer(session, event, e.Accepted(session.state))
+
+    def lose_writer(self, session: Session, event: e.WriterExited) -> None:
+        """RESERVED, TRANSFERRING: the process that was writing is gone, and can write no more."""
+        del event
+        self._end(session, State.ABORTED, Reason.WRITER_GONE, tuple(session.shards))
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def grant_lease(self, session: Session, event: e.LeaseAsked) -> None:
+        """READY: a rank may read its shard until the lease's deadline."""
+        shard = session.shards.get(event.rank)
+        if shard is None:
+            self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
+            return
+        if event.layout_fingerprint != session.key[0]:
+            self._out.refuse(Reason.LAYOUT_MISMATCH, f"the snapshot's layout is {session.key[0]}")
+            return
+        if session.abort_wanted is not None:
+            self._out.refuse(session.abort_wanted, "the attempt ends as soon as its readers are done")
+            return
+        lease = shard.lease
+        if lease is not None and lease.has_voted:
+            self._out.refuse(Reason.WRONG_STATE, f"rank {event.rank} has voted and waits for the decision")
+            return
+        if lease is not None and lease.round != session.round:
+            # The rank asks afresh, so it reads no more under the lease of a round that is over.
+            self._end_lease(session, shard, Reason.ROUND_ABORTED)
+            lease = None
+        if lease is None:
+            lease = self._new_lease(session, shard, event.conn_id)
+        self._out.reply(
+            e.Leased(
+                slab_handle=session.handle,
+                session_id=session.session_id,
+                lease_id=lease.lease_id,
+                deadline_ns=lease.deadline_ns,
+                num_tokens=session.num_tokens,
+                token_start=session.token_start,
+                token_digest=session.token_digest,
+                checksums=shard.checksums,
+                shard=e.ShardGrant(
+                    shard.rank,
+                    shard.extents,
+                    shard_plane_offsets_bytes(
+                        session.layout, session.num_tokens, shard.extents, self._books.buffer.alignment_bytes
+                    ),
+                ),
+            )
+        )
+
+    def _new_lease(self, session: Session, shard: Shard, conn_id: int) -> Lease:
+        self._last_lease_id += 1
+        now_ns = self._out.now_ns
+        deadline_ns = now_ns + ms_to_ns(self._books.settings.lease_ms)
+        lease = Lease(self._last_lease_id, session.round, now_ns, deadline_ns, conn_id)
+        shard.lease = lease
+        self._books.lru.discard(session.handle)
+        self._out.record(
+            r.LeaseGranted(
+                at_ns=now_ns,
+                cause_id=self._out.cause_id,
+                session_id=session.session_id,
+                slab_handle=session.handle,
+                rank=shard.rank,
+                lease_id=lease.lease_id,
+                round=lease.round,
+                until_ns=deadline_ns,
+            )
+        )
+        self._arm_lease(session.handle, shard.rank, deadline_ns)
+        return lease
+
+    def _arm_lease(self, handle: int, rank: int, deadline_ns: int) -> None:
+        timer = e.LeaseTimedOut(at_ns=0, slab_handle=handle, rank=rank, deadline_ns=deadline_ns)
+        self._out.arm((e.TimerKind.LEASE, handle, rank), timer)
+
+    def count_vote(self, session: Session, event: e.VoteCast) -> None:
+        """READY: a rank has read. One "no" is "abort" for all; every "ok" together is "commit"."""
+        shard = session.shards.get(event.rank)
+        if shard is None or any(
+            other.lease is not None and other.lease.lease_id == event.lease_id and other is not shard
+            for other in session.shards.values()
+        ):
+            self._out.refuse(Reason.WRONG_RANK, f"lease {event.lease_id} is not one of rank {event.rank}")
+            return
+        if not event.ok and event.reason not in VOTE_NO_REASONS:
+            self._out.refuse(Reason.INVALID_REQUEST, f"{event.reason} is no reason for a vote of no")
+            return
+        lease = shard.lease
+        if lease is None or lease.lease_id != event.lease_id:
+            answer = session.answers.get(repeat_key(event) or ())
+            if answer is not None:
+                self._out.reply(answer)
+            else:
+                self._out.refuse(Reason.LEASE_EXPIRED, "the lease is over; do not insert")
+            return
+        if lease.has_voted:
+            if event.ok:
+                lease.waiting.append(self._out.cause_id)
+            else:
+                self._out.refuse(Reason.WRONG_STATE, f"rank {event.rank} has voted ok already")
+            return
+        if lease.round != session.round:
+            decided = e.Decided(commit=False, reason=Reason.ROUND_ABORTED, state=session.state)
+            self._end_lease(session, shard, Reason.ROUND_ABORTED)
+            self._answer(session, event, decided)
+            self._settle(session)
+        elif event.ok:
+            self._count_yes(session, lease)
+        else:
+            self._count_no(session, shard, event)
+
+    def _count_yes(self, session: Session, lease: Lease) -> None:
+        lease.waiting.append(self._out.cause_id)
+        leases = [shard.lease for shard in session.shards.values()]
+        if all(other is not None and other.has_voted and other.round == session.round for other in leases):
+            self._books.directory.set_hint(session.key, session.end_tokens)
+            self._books.bytes_ingested += session.total_bytes
+            self._end(session, State.INGESTED, Reason.OK)
+
+    def _count_no(self, session: Session, shard: Shard, event: e.VoteCast) -> None:
+        if event.reason is Reason.PREFIX_NOT_RESIDENT:
+            self._books.directory.set_hint(session.key, 0)
+        keep = event.keep and event.reason not in NEVER_KEPT
+        self._end_lease(session, shard, event.reason)
+        if keep:
+            self._abort_round(session, event.reason)
+            self._answer(session, event, e.Decided(commit=False, reason=event.reason, state=session.state))
+            self._settle(session)
+            return
+        corrupt_rank = shard.rank if event.reason is Reason.CHECKSUM_MISMATCH else None
+        self._end(session, State.ABORTED, event.reason, corrupt_rank=corrupt_rank)
+        self._answer(session, event, e.Decided(commit=False, reason=event.reason, state=session.state))
+
+    def revoke_lease(self, session: Session, event: e.LeaseTimedOut) -> None:
+        """READY: a rank did not vote in time, or the others did not while it waited."""
+        shard = session.shards[event.rank]
+        lease = shard.lease
+        if lease is None or lease.deadline_ns != event.deadline_ns:
+            return
+        if self._out.now_ns < lease.deadline_ns:
+            self._arm_lease(session.handle, shard.rank, lease.deadline_ns)
+            return
+        self._end_lease(session, shard, Reason.LEASE_EXPIRED)
+        if lease.round == session.round:
+            self._abort_round(session, Reason.ROUND_ABORTED)
+        self._settle(session)
+
+    def _abort_round(self, session: Session, reason: Reason) -> None:
+        """Whoever has voted is told; whoever reads still may go on until its lease ends, for nothing."""
+        session.round += 1
+        for shard in session.shards.values():
+            if shard.lease is not None and shard.lease.has_voted:
+                self._end_lease(session, shard, reason)
+
+    def _end_lease(self, session: Session, shard: Shard, reason: Reason, state: State | None = None) -> None:
+        """End a rank's lease; a vote that waits is answered with the decision.
+
+        Args:
+            session: the attempt.
+            shard: whose lease.
+            reason: of the decision; ``ok`` is "commit".
+            state: the attempt's state after the decision; the present one by default.
+        """
+        lease = shard.lease
+        assert lease is not None
+        shard.lease = None
+        is_ok = reason is Reason.OK
+        self._out.cancel((e.TimerKind.LEASE, session.handle, shard.rank))
+        self._out.record(
+            r.LeaseEnded(
+                at_ns=self._out.now_ns,
+                cause_id=self._out.cause_id,
+                session_id=session.session_id,
+                slab_handle=session.handle,
+                rank=shard.rank,
+                lease_id=lease.lease_id,
+                ok=is_ok,
+                reason=reason,
+                duration_ms=(self._out.now_ns - lease.granted_ns) / NS_PER_MS,
+            )
+        )
+        decided = e.Decided(commit=is_ok, reason=reason, state=state or session.state)
+        for cause_id in lease.waiting:
+            self._out.reply(decided, cause_id)
+        if lease.has_voted:
+            self._remember(session, ("vote", shard.rank, lease.lease_id, True, Reason.OK, False), decided)
+
+    def _settle(self, session: Session) -> None:
+        """A lease has ended: do what waited for it, or let the snapshot be evictable again."""
+        if session.state is not State.READY or session.is_leased:
+            return
+        if session.abort_wanted is not None:
+            self._end(session, State.ABORTED, session.abort_wanted)
+        else:
+            self._books.touch(session)
+
+    def touch(self, session: Session, event: e.LookedUp) -> None:
+        """READY: somebody found it by name or by prefix."""
+        del event
+        self._settle(session)
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def abort(self, session: Session, event: e.AbortAsked) -> None:
+        """A client or an operator wants it to end; a leased one ends when its readers are done."""
+        pending = self._end_when_unleased(
+            session, Reason.CLIENT_ABORT, tuple(session.shards) if event.drained else ()
+        )
+        self._answer(session, event, e.Accepted(session.state, pending))
+
+    def expire_state(self, session: Session, event: e.TimerEvent) -> None:
+        """The present state has lasted too long; a timer that fired early is armed again."""
+        if event.deadline_ns != session.deadline_ns:
+            return
+        if self._out.now_ns < session.deadline_ns:
+            self._arm_state(session)
+            return
+        self._end_when_unleased(session, STATE_TIMER_REASON[session.state])
+
+    def supersede(self, session: Session, event: e.SupersededBy) -> None:
+        """A newer attempt of the same session takes over."""
+        session.newer_handle = event.newer_handle
+        self._end_when_unleased(session, Reason.SUPERSEDED)
+
+    def evict(self, session: Session, event: e.VictimChosen) -> None:
+        """READY: makes room for another."""
+        del event
+        self._end(session, State.ABORTED, Reason.EVICTED)
+
+    def stop(self, session: Session, event: e.DaemonStopping) -> None:
+        """The daemon is about to exit; no lease holds it up."""
+        del event
+        self._end(session, State.ABORTED, Reason.DAEMON_STOPPED)
+
+    def _end_when_unleased(
+        self, session: Session, reason: Reason, drained_ranks: tuple[int, ...] = ()
+    ) -> bool:
+        """End the attempt now, or note why it ends once nobody reads; return whether it waits."""
+        if session.is_leased:
+            session.abort_wanted = session.abort_wanted or reason
+            return True
+        self._end(session, State.ABORTED, reason, drained_ranks)
+        return False
+
+    def _end(
+        self,
+        session: Session,
+        state: State,
+        reason: Reason,
+        drained_ranks: tuple[int, ...] | list[int] = (),
+        corrupt_rank: int | None = None,
+    ) -> None:
+        """End the attempt: leases, state, bytes, tables, outcome, in that order.
+
+        Args:
+            session: the attempt.
+            state: INGESTED or ABORTED.
+            reason: why.
+            drained_ranks: shards in which no write can still land, although they are not committed.
+            corrupt_rank: the shard whose bytes did not match: whoever wrote there may go on.
+        """
+        conn_ids = {session.owner_conn_id}
+        reading: dict[int, Lease] = {}
+        for shard in session.shards.values():
+            if shard.lease is not None:
+                conn_ids.add(shard.lease.conn_id)
+                if not shard.lease.has_voted:
+                    reading[shard.rank] = shard.lease
+                self._end_lease(session, shard, reason, state)
+        self._enter(session, state, reason)
+        drain_wanted = False
+        for shard in session.shards.values():
+            extents, shard.extents = shard.extents, ()
+            if shard.rank == corrupt_rank:
+                self._quarantine.hold(session, shard.rank, extents, "corrupt")
+            elif shard.rank in reading:
+                self._quarantine.hold(session, shard.rank, extents, "leased", reading[shard.rank])
+            elif shard.is_committed or shard.rank in drained_ranks:
+                self._quarantine.free(session, shard.rank, extents)
+            else:
+                drain_wanted = True
+                self._quarantine.hold(session, shard.rank, extents, "undrained")
+        self._record_outcome(session)
+        for conn_id in sorted(conn_ids - {0}):
+            self._out.tell(
+                e.EndTold(conn_id, session.handle, session.session_id, state, reason, drain_wanted)
+            )
+        self._bury(session)
+
+    def _bury(self, session: Session) -> None:
+        """Move an ended attempt from the open ones to the bounded history."""
+        books = self._books
+        books.lru.discard(session.handle)
+        books.directory.remove(session)
+        del books.open[session.handle]
+        books.ended[session.handle] = session
+        if session.handle not in books.buffer.quarantine:
+            books.forget_writer(session.writer_id, session.handle)
+        while len(books.ended) > books.settings.ended_history_max:
+            books.ended.popitem(last=False)
+
+    def _record_outcome(self, session: Session) -> None:
+        self._books.outcomes[session.reason] += 1
+        now_ns = self._out.now_ns
+        spent_ms = {state: ns / NS_PER_MS for state, ns in session.spent_ns.items()}
+        self._out.record(
+            r.SyncOutcome(
+                at_ns=now_ns,
+                cause_id=self._out.cause_id,
+                session_id=session.session_id,
+                slab_handle=session.handle,
+                ok=session.state is State.INGESTED,
+                reason=session.reason,
+                num_tokens=session.num_tokens,
+                token_start=session.token_start,
+                bytes=session.total_bytes,
+                duration_ms=(now_ns - session.created_ns) / NS_PER_MS,
+                reserved_ms=spent_ms.get(State.RESERVED, 0.0),
+                transferring_ms=spent_ms.get(State.TRANSFERRING, 0.0),
+                ready_ms=spent_ms.get(State.READY, 0.0),
+                ranks=tuple(session.shards),
+            )
+        )
+
+    # --- the state itself ----------------------------------------------------------------------
+
+    def _enter(self, session: Session, state: State, reason: Reason) -> None:
+        """Change the state: the one place that does.
+
+        Raises:
+            InvariantBroken: the table does not let the event lead there.
+        """
+        if state not in self.allowed or session.state in FINAL_STATES:
+            raise InvariantBroken(f"attempt {session.handle} may not go from {session.state} to {state}")
+        now_ns = self._out.now_ns
+        spent_ns = now_ns - session.state_since_ns
+        self._out.record(
+            r.SessionTransition(
+                at_ns=now_ns,
+                cause_id=self._out.cause_id,
+                session_id=session.session_id,
+                slab_handle=session.handle,
+                from_state=session.state,
+                to_state=state,
+                reason=reason,
+                num_tokens=session.num_tokens,
+                token_start=session.token_start,
+                bytes=session.total_bytes,
+                duration_ms=spent_ns / NS_PER_MS,
+                newer_handle=session.newer_handle,
+            )
+        )
+        session.spent_ns[session.state] = spent_ns
+        session.state = state
+        session.reason = reason
+        self.start_clock(session)
+
+    def start_clock(self, session: Session) -> None:
+        """Start the clock of the state just entered; a final state has none."""
+        now_ns = self._out.now_ns
+        settings = self._books.settings
+        session.state_since_ns = now_ns
+        match session.state:
+            case State.RESERVED:
+                session.deadline_ns = now_ns + ms_to_ns(settings.reserve_timeout_ms)
+            case State.TRANSFERRING:
+                bytes_ns = transfer_time_ns(session.total_bytes, settings.transfer_min_mb_per_s)
+                session.deadline_ns = now_ns + ms_to_ns(settings.transfer_timeout_ms) + bytes_ns
+            case State.READY:
+                session.deadline_ns = now_ns + ms_to_ns(settings.ready_ttl_ms)
+            case _:
+                session.deadline_ns = 0
+                self._out.cancel((e.TimerKind.STATE, session.handle, 0))
+                return
+        self._arm_state(session)
+
+    def _arm_state(self, session: Session) -> None:
+        timer = STATE_TIMER[session.state]
+        self._out.arm(
+            (e.TimerKind.STATE, session.handle, 0),
+            timer(at_ns=0, slab_handle=session.handle, deadline_ns=session.deadline_ns),
+        )
+
+    # --- answers -------------------------------------------------------------------------------
+
+    def _answer(self, session: Session, event: e.SessionEvent, result: e.Result) -> None:
+        """Answer, and keep the answer for an exact repeat."""
+        key = repeat_key(event)
+        if key is not None:
+            self._remember(session, key, result)
+        self._out.reply(result)
+
+    @staticmethod
+    def _remember(session: Session, key: tuple[object, ...], result: e.Result) -> None:
+        session.answers[key] = result
+        # Only votes that keep the snapshot can go on for ever; their oldest answers go first.
+        while len(session.answers) > ANSWERS_MAX_PER_RANK * len(session.shards):
+            del session.answers[next(iter(session.answers))]
+
+    def _repeat(self, session: Session, event: e.SessionEvent, detail: str) -> None:
+        """Give an exact repeat its first answer; anything else is refused."""
+        answer = session.answers.get(repeat_key(event) or ())
+        if answer is not None:
+            self._out.reply(answer)
+        else:
+            self._out.refuse(Reason.WRONG_STATE, detail)

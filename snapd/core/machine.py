@@ -1,0 +1,253 @@
+"""The pure core: events in, instructions out. One method mutates.
+
+``Machine.handle`` takes an event and returns what the shell is to do. It knows no clock, no
+randomness and no I/O: time comes with the event, handles are made by the shell. Which event
+does what in which state is the table in ``fsm.py``; the actions it names are in ``lives.py``.
+
+Source: design, section 3.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from snapd.core import events as e
+from snapd.core.admission import Admission
+from snapd.core.books import Books
+from snapd.core.events import FINAL_STATES, State
+from snapd.core.fsm import ABSORBED, REJECTED, TRANSITIONS
+from snapd.core.lives import Lives, repeat_key
+from snapd.core.quarantine import Quarantine
+from snapd.core.session import Session, SessionView, Settings, ShardView, Statistics
+from snapd.core.slab import Extent, SlabAllocator
+from snapd.errors import InvariantBroken, Reason
+from snapd.units import NS_PER_MS
+
+_ACTIONS: Final[dict[str, Callable[..., None]]] = {
+    cell.action: getattr(Lives, cell.action) for row in TRANSITIONS.values() for cell in row.values()
+}
+
+
+class Machine:
+    """Every attempt of one epoch, and the only place where one changes its state.
+
+    Args:
+        settings: bounds and times.
+        arenas: one empty allocator a rank.
+        alignment_bytes: of the allocators; every plane starts on a multiple of it.
+    """
+
+    def __init__(
+        self, settings: Settings, arenas: Mapping[int, SlabAllocator], *, alignment_bytes: int = 256
+    ) -> None:
+        self.books = Books(settings, arenas, alignment_bytes)
+        self._out = self.books.outbox
+        self._quarantine = Quarantine(self.books)
+        self._lives = Lives(self.books, self._quarantine, self._take)
+        self._admission = Admission(self.books, self._lives, self._take)
+        self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
+            e.LayoutDeclared: self._admission.declare_layout,
+            e.PrepareAsked: self._admission.prepare,
+            e.LookupAsked: self._admission.look_up,
+            e.QuarantineTimedOut: self._quarantine.time_out,
+            e.WriterGone: self._writer_gone,
+            e.DrainAsked: self._drain,
+            e.StopAsked: self._stop,
+        }
+
+    # --- events in, instructions out -----------------------------------------------------------
+
+    def handle(self, event: e.Event) -> list[e.Instruction]:
+        """Take one event, change what it changes, and return the instructions in order."""
+        out = self._out.begin(event)
+        if isinstance(event, e.SessionEvent):
+            self._take(event)
+        else:
+            self._handlers[type(event)](event)
+        return out
+
+    def _take(self, event: e.SessionEvent) -> None:
+        """Look up, then act: an event that the table does not let act changes nothing."""
+        session = self.books.find(event.slab_handle)
+        if session is None:
+            self._take_unknown(event)
+            return
+        kind = type(event)
+        cell = TRANSITIONS[session.state].get(kind)
+        if cell is not None:
+            outer = self._lives.allowed
+            self._lives.allowed = cell.successors
+            _ACTIONS[cell.action](self._lives, session, event)
+            if session.state not in cell.successors:
+                raise InvariantBroken(f"{kind.__name__} left attempt {session.handle} in {session.state}")
+            self._lives.allowed = outer
+        elif kind in ABSORBED[session.state]:
+            self._absorb(session, event)
+        else:
+            self._out.refuse(REJECTED[session.state][kind], f"the attempt is {session.state}")
+
+    def _take_unknown(self, event: e.SessionEvent) -> None:
+        """A handle that is not remembered: its bytes may be in quarantine still and hear a proof."""
+        if self._quarantine.hear(event) and isinstance(event, e.WriterDrained):
+            self._out.reply(e.Accepted(State.ABORTED))
+        else:
+            self._out.refuse(Reason.STALE_HANDLE, f"no attempt {event.slab_handle} in this epoch")
+
+    def _absorb(self, session: Session, event: e.SessionEvent) -> None:
+        """Change nothing; an exact repeat gets its first answer, a drain proof is heard."""
+        self.books.messages_absorbed += 1
+        heard = self._quarantine.hear(event)
+        kind = type(event)
+        key = repeat_key(event)
+        if key is None:
+            return
+        answer = session.answers.get(key)
+        is_final = session.state in FINAL_STATES
+        if answer is not None:
+            self._out.reply(answer)
+        elif heard and kind is e.VoteCast:
+            self._out.reply(e.Decided(commit=False, reason=session.reason, state=session.state))
+        elif heard or kind is e.WriterDrained or (kind is e.TransferStarted and not is_final):
+            self._out.reply(e.Accepted(session.state))
+        elif is_final:
+            self._out.refuse(Reason.STALE_HANDLE, f"the attempt is {session.state}: {session.reason}")
+        else:
+            self._out.refuse(Reason.WRONG_STATE, f"the attempt is {session.state}")
+
+    def _writer_gone(self, event: e.WriterGone) -> None:
+        for handle in sorted(self.books.handles_of_writer.get(event.writer_id, ())):
+            self._take(e.WriterExited(at_ns=event.at_ns, slab_handle=handle))
+
+    def _drain(self, event: e.DrainAsked) -> None:
+        self.books.is_draining = event.draining
+        self._out.reply(e.Accepted())
+
+    def _stop(self, event: e.StopAsked) -> None:
+        self.books.is_draining = True
+        for handle in list(self.books.open):
+            self._take(e.DaemonStopping(at_ns=event.at_ns, slab_handle=handle))
+        self._out.reply(e.Accepted())
+
+    # --- looking at it -------------------------------------------------------------------------
+
+    def sessions(self) -> Iterator[Session]:
+        """Yield the open attempts, oldest first, then the ended ones, oldest first."""
+        yield from self.books.open.values()
+        yield from self.books.ended.values()
+
+    def view(self, handle: int) -> SessionView | None:
+        """Return an attempt for an operator, or None."""
+        session = self.books.find(handle)
+        return None if session is None else view_session(session)
+
+    def statistics(self) -> Statistics:
+        """Return an immutable snapshot of the counters."""
+        books = self.books
+        by_state = Counter(session.state.value for session in books.open.values())
+        return Statistics(
+            sessions_by_state={
+                state.value: by_state[state.value] for state in State if state not in FINAL_STATES
+            },
+            outcomes_by_reason={reason.value: count for reason, count in sorted(books.outcomes.items())},
+            attempts=books.attempts,
+            attempts_ok=books.outcomes[Reason.OK],
+            open_sessions=len(books.open),
+            quarantined_shards=sum(len(by_rank) for by_rank in books.buffer.quarantine.values()),
+            ended_history=len(books.ended),
+            session_history=books.directory.num_hints,
+            layouts=len(books.directory.layouts),
+            page_keys=books.directory.num_page_keys,
+            messages_absorbed=books.messages_absorbed,
+            requests_refused=self._out.requests_refused,
+            bytes_committed=books.bytes_committed,
+            bytes_ingested=books.bytes_ingested,
+            is_draining=books.is_draining,
+            arenas=tuple(
+                books.buffer.view(rank, books.lru.evictable_bytes(rank)) for rank in books.buffer.ranks
+            ),
+        )
+
+    def validate(self) -> None:
+        """Cross-check every table with every other. Costs O(everything): for tests and for doubt.
+
+        Raises:
+            InvariantBroken: two of them do not agree; the message says which.
+        """
+        books = self.books
+        owned: dict[int, list[Extent]] = {}
+        for handle, session in books.open.items():
+            _check_open(handle, session, books.buffer.ranks)
+            for rank, shard in session.shards.items():
+                owned.setdefault(rank, []).extend(shard.extents)
+            is_evictable = session.state is State.READY and not session.is_leased
+            if (handle in books.lru) != is_evictable:
+                raise InvariantBroken(f"attempt {handle}: whether it is evictable is wrong")
+        books.buffer.validate(owned)
+        books.lru.validate()
+        if len(books.lru) != sum(1 for handle in books.open if handle in books.lru):
+            raise InvariantBroken("something that is not open is evictable")
+        for handle, session in books.ended.items():
+            if session.state not in FINAL_STATES or any(
+                s.extents or s.lease for s in session.shards.values()
+            ):
+                raise InvariantBroken(f"attempt {handle} has ended and holds something still")
+        if books.open.keys() & books.ended.keys():
+            raise InvariantBroken("an attempt is both open and ended")
+        if len(books.ended) > books.settings.ended_history_max:
+            raise InvariantBroken("the history is larger than ended_history_max")
+        writing = {h: s for h, s in books.open.items() if s.state is not State.READY}
+        ready = {h: s for h, s in books.open.items() if s.state is State.READY}
+        books.directory.validate(writing, ready)
+        for writer_id, handles in books.handles_of_writer.items():
+            if not handles or not handles <= books.open.keys() | books.buffer.quarantine.keys():
+                raise InvariantBroken(f"writer {writer_id} is kept for attempts that are over")
+
+
+def _check_open(handle: int, session: Session, ranks: tuple[int, ...]) -> None:
+    if session.handle != handle or session.state in FINAL_STATES or not session.deadline_ns:
+        raise InvariantBroken(f"attempt {handle} is open, and is not")
+    if not session.shards or not set(session.shards) <= set(ranks):
+        raise InvariantBroken(f"attempt {handle} has shards of unknown ranks")
+    for shard in session.shards.values():
+        if not shard.extents:
+            raise InvariantBroken(f"attempt {handle} is open and holds nothing in arena {shard.rank}")
+        if (shard.lease is not None or shard.is_committed) and session.state is State.RESERVED:
+            raise InvariantBroken(f"attempt {handle} is RESERVED and was written or read")
+        if shard.lease is not None and session.state is not State.READY:
+            raise InvariantBroken(f"attempt {handle} is leased and not READY")
+        if shard.lease is not None and shard.lease.has_voted and shard.lease.round != session.round:
+            raise InvariantBroken(f"attempt {handle}: a vote of a round that is over waits")
+    if (session.state is State.READY) != all(shard.is_committed for shard in session.shards.values()):
+        raise InvariantBroken(f"attempt {handle} is {session.state} and that is not what its ranks say")
+    if session.abort_wanted is not None and not session.is_leased:
+        raise InvariantBroken(f"attempt {handle} waits for readers and has none")
+
+
+def view_session(session: Session) -> SessionView:
+    """Return an immutable picture of an attempt."""
+    return SessionView(
+        slab_handle=session.handle,
+        session_id=session.session_id,
+        layout_fingerprint=session.key[0],
+        state=session.state,
+        reason=session.reason,
+        num_tokens=session.num_tokens,
+        token_start=session.token_start,
+        bytes=session.total_bytes,
+        created_ns=session.created_ns,
+        state_since_ns=session.state_since_ns,
+        deadline_ns=session.deadline_ns,
+        is_leased=session.is_leased,
+        abort_wanted=session.abort_wanted or "",
+        spent_ms={state.value: ns / NS_PER_MS for state, ns in session.spent_ns.items()},
+        shards=tuple(
+            ShardView(
+                rank=shard.rank,
+                is_committed=shard.is_committed,
+                extents=shard.extents,
+                lease_id=shard.lease.lease_id if shard.lease else 0,
+                lease_deadline_ns=shard.lease.deadline_ns if shard.lease else 0,
+            )
+            for shard in session.shards.values()
+        ),
+    )

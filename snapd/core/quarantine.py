@@ -1,0 +1,130 @@
+"""Bytes that nobody owns and nobody may reuse yet: put there, heard about, released.
+
+A timeout leads here and never to free; only a proof or the time leads out.
+
+Source: design, sections 2 and 3.
+"""
+
+from snapd.core import events as e
+from snapd.core import records as r
+from snapd.core.books import Books
+from snapd.core.buffer import Quarantined
+from snapd.core.fsm import HEARD_BY_QUARANTINE
+from snapd.core.session import Lease, Session
+from snapd.core.slab import Extent
+from snapd.units import ms_to_ns
+
+
+class Quarantine:
+    """Moves extents between live, quarantined and free, and records it."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def free(self, session: Session, rank: int, extents: tuple[Extent, ...]) -> None:
+        """Give live extents back at once: no write and no read can touch them any more."""
+        self._books.buffer.free(rank, extents)
+        self._record_release(session.session_id, session.handle, rank, extents, "live", "final")
+
+    def hold(
+        self,
+        session: Session,
+        rank: int,
+        extents: tuple[Extent, ...],
+        why: r.QuarantineWhy,
+        lease: Lease | None = None,
+    ) -> None:
+        """Keep live extents back, until *lease* is over or for ``quarantine_ms``."""
+        out = self._books.outbox
+        until_ns = lease.deadline_ns if lease else out.now_ns + ms_to_ns(self._books.settings.quarantine_ms)
+        item = Quarantined(
+            session_id=session.session_id,
+            extents=extents,
+            until_ns=until_ns,
+            why=why,
+            lease_id=lease.lease_id if lease else 0,
+            writer_id=session.writer_id,
+        )
+        self._books.buffer.put_in_quarantine(session.handle, rank, item)
+        out.record(
+            r.SlabQuarantined(
+                at_ns=out.now_ns,
+                cause_id=out.cause_id,
+                session_id=session.session_id,
+                slab_handle=session.handle,
+                rank=rank,
+                extents=extents,
+                until_ns=until_ns,
+                why=why,
+            )
+        )
+        self._arm(session.handle, rank, until_ns)
+
+    def hear(self, event: e.SessionEvent) -> bool:
+        """Take a drain proof or the end of a read; return whether it released anything."""
+        by_rank = self._books.buffer.quarantine.get(event.slab_handle)
+        if by_rank is None or type(event) not in HEARD_BY_QUARANTINE:
+            return False
+        why: r.ReleaseWhy = "drained"
+        released: list[int] = []
+        if isinstance(event, e.VoteCast):
+            # A vote says that this reader is done; it says nothing about writers.
+            why = "lease-ended"
+            item = by_rank.get(event.rank)
+            released = [event.rank] if item is not None and item.lease_id == event.lease_id else []
+        elif isinstance(event, e.WriterExited):
+            why = "writer-gone"
+            released = [rank for rank, item in by_rank.items() if item.why != "leased"]
+        elif isinstance(event, e.WriterDrained) or getattr(event, "drained", False):
+            only = getattr(event, "rank", None)
+            released = [
+                rank for rank, item in by_rank.items() if item.why != "leased" and only in (None, rank)
+            ]
+        for rank in released:
+            self.release(event.slab_handle, rank, why)
+        return bool(released)
+
+    def time_out(self, event: e.QuarantineTimedOut) -> None:
+        """Release what has been kept long enough; a timer that fired early is armed again."""
+        item = self._books.buffer.quarantine.get(event.slab_handle, {}).get(event.rank)
+        if item is None or item.until_ns != event.deadline_ns:
+            return
+        if self._books.outbox.now_ns < item.until_ns:
+            self._arm(event.slab_handle, event.rank, item.until_ns)
+            return
+        self.release(event.slab_handle, event.rank, "lease-ended" if item.why == "leased" else "time")
+
+    def release(self, handle: int, rank: int, why: r.ReleaseWhy) -> None:
+        """Give quarantined extents back for reuse."""
+        item = self._books.buffer.release(handle, rank)
+        self._books.outbox.cancel((e.TimerKind.QUARANTINE, handle, rank))
+        self._record_release(item.session_id, handle, rank, item.extents, "quarantined", why)
+        if handle not in self._books.buffer.quarantine:
+            self._books.forget_writer(item.writer_id, handle)
+
+    def _arm(self, handle: int, rank: int, until_ns: int) -> None:
+        event = e.QuarantineTimedOut(at_ns=0, slab_handle=handle, rank=rank, deadline_ns=until_ns)
+        self._books.outbox.arm((e.TimerKind.QUARANTINE, handle, rank), event)
+
+    def _record_release(
+        self,
+        session_id: str,
+        handle: int,
+        rank: int,
+        extents: tuple[Extent, ...],
+        was: r.ReleasedFrom,
+        why: r.ReleaseWhy,
+    ) -> None:
+        out = self._books.outbox
+        out.record(
+            r.SlabReleased(
+                at_ns=out.now_ns,
+                cause_id=out.cause_id,
+                session_id=session_id,
+                slab_handle=handle,
+                rank=rank,
+                extents=extents,
+                was=was,
+                why=why,
+            )
+        )
