@@ -1,0 +1,651 @@
+"""Control protocol v1: messages and framing.
+
+A frame is a u32 little-endian length and then one msgpack message. A message is a map whose
+``type`` names the struct below. Every request carries an ``id`` of the client's choosing; its
+reply carries the same one and may come out of order. What the daemon sends unasked has no id.
+
+Unknown fields are ignored, so either side may be newer. An unknown type is answered with
+``ErrorRep``; a frame over the limit, or one that is no message at all, ends the connection.
+
+Source: design, section 5.
+"""
+
+from typing import Any, ClassVar, Final, TypeAlias
+
+import msgspec
+
+from snapd.core.events import PlaneChecksums, State
+from snapd.core.session import SessionView, Statistics
+from snapd.core.slab import Extent
+from snapd.errors import ProtocolError, Reason
+from snapd.layout import Layout
+
+PROTOCOL_VERSION: Final = 1
+LENGTH_BYTES: Final = 4
+LIST_MAX: Final = 1_000
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag=True):
+    pass
+
+
+class Request(_Message, frozen=True, kw_only=True):
+    """Base of the requests."""
+
+    # A request that may be sent again on a new connection, without harm, when no reply came.
+    IS_REPEATABLE: ClassVar[bool] = True
+
+    id: int
+
+
+class Reply(_Message, frozen=True, kw_only=True):
+    """Base of the replies; ``id`` is the request's."""
+
+    id: int
+
+
+class Push(_Message, frozen=True, kw_only=True):
+    """Base of what the daemon sends unasked."""
+
+
+class HandleRequest(Request, frozen=True, kw_only=True):
+    """Base of the requests that name an attempt.
+
+    Attributes:
+        slab_handle: the attempt.
+        epoch: of the daemon that granted it; another epoch's is refused. Empty: not checked.
+    """
+
+    slab_handle: int
+    epoch: str = ""
+
+
+# --- hello, ping, layouts ----------------------------------------------------------------------
+
+
+class HelloReq(Request, frozen=True, kw_only=True):
+    """The first request of a connection."""
+
+    protocol: int = PROTOCOL_VERSION
+    client: str = ""
+
+
+class ArenaOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """An arena, as a client needs to know it.
+
+    Attributes:
+        base_ptr: where it starts in the transport's address space (shm: 0, an offset into the fd).
+    """
+
+    rank: int
+    device: str
+    size_bytes: int
+    base_ptr: int
+
+
+class HelloRep(Reply, frozen=True, kw_only=True):
+    """Who the daemon is, and what it offers."""
+
+    protocol: int
+    epoch: str
+    version: str
+    arenas: tuple[ArenaOffer, ...]
+    transport: str
+    transport_address: str
+    alignment_bytes: int
+    frame_bytes_max: int
+    requests_in_flight_max: int
+    page_keys_max: int
+    lease_ms: int
+
+
+class PingReq(Request, frozen=True, kw_only=True):
+    """Is anybody there?"""
+
+
+class PingRep(Reply, frozen=True, kw_only=True):
+    """Yes."""
+
+    epoch: str
+
+
+class DeclareLayoutReq(Request, frozen=True, kw_only=True):
+    """A P rank says what its kv_pool looks like; D may then push snapshots of that layout."""
+
+    rank: int
+    layout: Layout
+
+
+class DeclareLayoutRep(Reply, frozen=True, kw_only=True):
+    """The layout's name from here on."""
+
+    layout_fingerprint: str
+
+
+# --- D -----------------------------------------------------------------------------------------
+
+
+class SnapshotPrepareReceiveReqInput(Request, frozen=True, kw_only=True):
+    """D wants a slab in every rank's arena.
+
+    Attributes:
+        session_id: the caller's name for the conversation.
+        num_tokens: tokens to bring over.
+        token_start: the first of them; a multiple of the page size.
+        layout_fingerprint: of D's kv_pool.
+        token_digest: ``layout.token_digest`` of all tokens from 0 to the end of the snapshot.
+        page_keys: one a whole page from token 0 on; may be empty.
+        ranks: shards wanted; empty: every rank.
+        use_resident_hint: let the daemon leave out what P is believed to hold.
+        is_only_writer: this process makes every write; its exit is drain proof.
+    """
+
+    IS_REPEATABLE: ClassVar[bool] = False
+
+    session_id: str
+    num_tokens: int
+    layout_fingerprint: str
+    token_start: int = 0
+    token_digest: str = ""
+    page_keys: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    use_resident_hint: bool = False
+    is_only_writer: bool = False
+
+
+class RankGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank's shard goes.
+
+    Attributes:
+        rank: whose arena.
+        snapshot_buf_base_ptr: the arena's first byte in the transport's address space.
+        k_layer_offsets: from there, in bytes, where each layer's K (or fused) plane starts, shape [layers].
+        v_layer_offsets: the same for V; empty when fused.
+        stride_k_bytes: bytes a token takes in each K plane, shape [layers].
+        stride_v_bytes: the same for V.
+        extents: what the slab holds, ``[offset_bytes, size_bytes]`` each; no write may leave them.
+    """
+
+    rank: int
+    snapshot_buf_base_ptr: int
+    k_layer_offsets: tuple[int, ...]
+    v_layer_offsets: tuple[int, ...]
+    stride_k_bytes: tuple[int, ...]
+    stride_v_bytes: tuple[int, ...]
+    extents: tuple[Extent, ...]
+
+
+class SnapshotPrepareReceiveReqOutput(Reply, frozen=True, kw_only=True):
+    """The grant, or why there is none.
+
+    Attributes:
+        ok: there is a slab.
+        reason: why not.
+        detail: the same, for a person.
+        retry_after_ms: when to ask again; 0: not for this reason.
+        slab_handle: names the attempt from here on.
+        num_tokens: tokens granted, from *token_start* on.
+        token_start: as asked, or later when the resident hint was used.
+        resident_hint_tokens: what P is believed to hold of the session.
+        ranks: one grant a rank.
+        expires_ms: the transfer has to start within it.
+    """
+
+    ok: bool
+    reason: Reason = Reason.OK
+    detail: str = ""
+    retry_after_ms: int = 0
+    slab_handle: int = 0
+    num_tokens: int = 0
+    token_start: int = 0
+    resident_hint_tokens: int = 0
+    ranks: tuple[RankGrant, ...] = ()
+    expires_ms: int = 0
+
+
+class TransferStartedReq(HandleRequest, frozen=True, kw_only=True):
+    """D is about to write."""
+
+
+class CommitReq(HandleRequest, frozen=True, kw_only=True):
+    """Every write of one rank's shard is final.
+
+    Attributes:
+        rank: whose shard.
+        num_bytes: payload bytes written, without padding.
+        num_tokens: tokens written.
+        checksums: a pair of 64-bit sums a plane, shape [num_planes].
+    """
+
+    rank: int
+    num_bytes: int
+    num_tokens: int
+    checksums: PlaneChecksums
+
+
+class TransferFailedReq(HandleRequest, frozen=True, kw_only=True):
+    """A write failed, or D no longer holds the session.
+
+    Attributes:
+        reason: ``transfer-failed`` or ``session-not-resident``.
+        drained: no write of *rank*'s shard can still land.
+        rank: whose shard; None: every one.
+    """
+
+    reason: Reason = Reason.TRANSFER_FAILED
+    drained: bool = False
+    rank: int | None = None
+
+
+class AbortReq(HandleRequest, frozen=True, kw_only=True):
+    """End the attempt; *drained* as above."""
+
+    drained: bool = False
+
+
+class DrainedReq(HandleRequest, frozen=True, kw_only=True):
+    """Drain proof for an attempt that has ended."""
+
+    rank: int | None = None
+
+
+# --- P -----------------------------------------------------------------------------------------
+
+
+class BeginIngestReq(HandleRequest, frozen=True, kw_only=True):
+    """A P rank wants to read its shard."""
+
+    rank: int
+    layout_fingerprint: str
+
+
+class BeginIngestRep(Reply, frozen=True, kw_only=True):
+    """The lease.
+
+    Attributes:
+        lease_id: names the lease; goes into the vote.
+        lease_ms: the vote must arrive within it, from now on.
+        token_digest: of all tokens from 0 to the end of the snapshot, as D gave it; may be empty.
+        checksums: what D committed, shape [num_planes].
+        grant: where the shard lies.
+    """
+
+    session_id: str
+    lease_id: int
+    lease_ms: int
+    num_tokens: int
+    token_start: int
+    token_digest: str
+    checksums: PlaneChecksums
+    grant: RankGrant
+
+
+class VoteReq(HandleRequest, frozen=True, kw_only=True):
+    """The rank's shard is in its kv_pool and matches, or why not; *keep*: leave it READY."""
+
+    rank: int
+    lease_id: int
+    ok: bool
+    reason: Reason = Reason.OK
+    keep: bool = False
+
+
+class VoteRep(Reply, frozen=True, kw_only=True):
+    """The decision, the same for all ranks. Insert only when *commit* is true."""
+
+    commit: bool
+    reason: Reason
+    state: State
+
+
+class LookupReq(Request, frozen=True, kw_only=True):
+    """What is there: for a session, or the longest prefix of a prompt by page keys.
+
+    Attributes:
+        resident_tokens: what the asker holds; a suffix that starts later is of no use to it.
+    """
+
+    layout_fingerprint: str
+    session_id: str = ""
+    page_keys: tuple[str, ...] = ()
+    resident_tokens: int = 0
+
+
+class LookupRep(Reply, frozen=True, kw_only=True):
+    """The READY snapshot that was found; ``slab_handle`` 0: none."""
+
+    slab_handle: int
+    session_id: str
+    num_tokens: int
+    token_start: int
+    matched_tokens: int
+    resident_hint_tokens: int
+    ranks: tuple[int, ...]
+
+
+class SnapshotFinalizeIngestReqInput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """What an orchestrator sends to P's worker; the worker's ``Ingester`` answers it, not the daemon."""
+
+    session_id: str
+    token_ids: tuple[int, ...]
+    slab_handle: int
+
+
+class SnapshotFinalizeIngestReqOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """The answer of P's worker."""
+
+    ok: bool
+    reason: Reason
+    num_tokens: int = 0
+
+
+# --- anybody -----------------------------------------------------------------------------------
+
+
+class MapBufferReq(Request, frozen=True, kw_only=True):
+    """Hand over an arena's file descriptor. Asked on a connection of its own, as its last request."""
+
+    rank: int
+    writable: bool = False
+
+
+class MapBufferRep(Reply, frozen=True, kw_only=True):
+    """The file descriptor comes with this frame (SCM_RIGHTS)."""
+
+    rank: int
+    size_bytes: int
+
+
+class GetReq(HandleRequest, frozen=True, kw_only=True):
+    """One attempt, open or remembered."""
+
+
+class GetRep(Reply, frozen=True, kw_only=True):
+    """The attempt, and the daemon's clock to hold its times against."""
+
+    session: SessionView
+    now_ns: int
+
+
+class ListReq(Request, frozen=True, kw_only=True):
+    """Attempts, a page at a time.
+
+    Attributes:
+        states: only these; empty: the open ones.
+        session_id: only this session's.
+        offset: attempts to skip.
+        limit: attempts to return, at most 1,000.
+    """
+
+    states: tuple[State, ...] = ()
+    session_id: str = ""
+    offset: int = 0
+    limit: int = 100
+
+
+class ListRep(Reply, frozen=True, kw_only=True):
+    """A page of attempts; *total* counts all that match."""
+
+    sessions: tuple[SessionView, ...]
+    total: int
+    now_ns: int
+
+
+class StatsReq(Request, frozen=True, kw_only=True):
+    """Counters, books and bounds."""
+
+
+class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """How the event log fares."""
+
+    path: str
+    lines_written: int
+    bytes_written: int
+    queued_lines: int
+    queued_bytes: int
+    dropped: int
+    write_errors: int
+    last_error: str
+    rotations: int
+
+
+class StatsRep(Reply, frozen=True, kw_only=True):
+    """Everything that ``snapd status`` shows."""
+
+    version: str
+    epoch: str
+    pid: int
+    uptime_ms: int
+    now_ns: int
+    transport: str
+    connections: int
+    watchers: int
+    core: Statistics
+    log: LogStatistics
+    limits: dict[str, int]
+
+
+class WatchReq(Request, frozen=True, kw_only=True):
+    """Push every transition from now on; only of *session_id*, if given."""
+
+    session_id: str = ""
+
+
+class WatchTransition(Push, frozen=True, kw_only=True):
+    """An attempt changed its state; fields as in the log."""
+
+    at_ns: int
+    session_id: str
+    slab_handle: int
+    from_state: str
+    to_state: str
+    reason: Reason
+    num_tokens: int
+    token_start: int
+    bytes: int
+    duration_ms: float
+
+
+class WatchRefused(Push, frozen=True, kw_only=True):
+    """A prepare was refused; fields as in the log."""
+
+    at_ns: int
+    session_id: str
+    reason: Reason
+    num_tokens: int
+    detail: str
+
+
+class WatchLost(Push, frozen=True, kw_only=True):
+    """So many pushes were lost because the watcher did not read."""
+
+    count: int
+
+
+class SessionEnded(Push, frozen=True, kw_only=True):
+    """An attempt that this connection prepared, wrote or read has ended.
+
+    Attributes:
+        drain_wanted: stop writing, then send ``DrainedReq``: its bytes wait for that.
+    """
+
+    slab_handle: int
+    session_id: str
+    state: State
+    reason: Reason
+    drain_wanted: bool
+
+
+class DrainReq(Request, frozen=True, kw_only=True):
+    """Take no new attempts; or take them again."""
+
+    draining: bool = True
+
+
+class AckRep(Reply, frozen=True, kw_only=True):
+    """Done, or already done.
+
+    Attributes:
+        state: the attempt's state after it.
+        pending: the abort waits for a reader.
+    """
+
+    state: State | None = None
+    pending: bool = False
+
+
+class ErrorRep(Reply, frozen=True, kw_only=True):
+    """Not done."""
+
+    reason: Reason
+    detail: str = ""
+    retry_after_ms: int = 0
+
+
+AnyRequest: TypeAlias = (
+    HelloReq
+    | PingReq
+    | DeclareLayoutReq
+    | SnapshotPrepareReceiveReqInput
+    | TransferStartedReq
+    | CommitReq
+    | TransferFailedReq
+    | AbortReq
+    | DrainedReq
+    | BeginIngestReq
+    | VoteReq
+    | LookupReq
+    | MapBufferReq
+    | GetReq
+    | ListReq
+    | StatsReq
+    | WatchReq
+    | DrainReq
+)
+AnyReply: TypeAlias = (
+    HelloRep
+    | PingRep
+    | DeclareLayoutRep
+    | SnapshotPrepareReceiveReqOutput
+    | BeginIngestRep
+    | VoteRep
+    | LookupRep
+    | MapBufferRep
+    | GetRep
+    | ListRep
+    | StatsRep
+    | AckRep
+    | ErrorRep
+)
+AnyPush: TypeAlias = SessionEnded | WatchTransition | WatchRefused | WatchLost
+
+
+# --- framing -----------------------------------------------------------------------------------
+
+
+class FrameSplitter:
+    """Cuts a byte stream into frames. Holds at most one frame that is not whole.
+
+    Args:
+        frame_bytes_max: a frame that announces more is refused before it is read.
+    """
+
+    def __init__(self, frame_bytes_max: int) -> None:
+        self._frame_bytes_max = frame_bytes_max
+        self._buffer = bytearray()
+
+    @property
+    def is_inside_frame(self) -> bool:
+        """A frame has begun and is not whole."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
+        """Return the payloads that *data* completes.
+
+        Raises:
+            ProtocolError: a frame announces nothing, or more than the limit.
+        """
+        self._buffer += data
+        payloads: list[bytes] = []
+        start = 0
+        while len(self._buffer) - start >= LENGTH_BYTES:
+            length = int.from_bytes(self._buffer[start : start + LENGTH_BYTES], "little")
+            if not 0 < length <= self._frame_bytes_max:
+                raise ProtocolError(f"a frame of {length} bytes; 1 to {self._frame_bytes_max} can be had")
+            end = start + LENGTH_BYTES + length
+            if len(self._buffer) < end:
+                break
+            payloads.append(bytes(self._buffer[start + LENGTH_BYTES : end]))
+            start = end
+        del self._buffer[:start]
+        return payloads
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_request_decoder: Final = msgspec.msgpack.Decoder(AnyRequest)
+_answer_decoder: Final = msgspec.msgpack.Decoder(AnyReply | AnyPush)
+
+
+class _Header(msgspec.Struct):
+    id: int = 0
+    type: str = ""
+
+
+_header_decoder: Final = msgspec.msgpack.Decoder(_Header)
+_BAD_PAYLOAD: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_ANSWER_TYPES: Final = frozenset(cls.__name__ for cls in (AnyReply | AnyPush).__args__)
+_REQUEST_TYPES: Final = frozenset(cls.__name__ for cls in AnyRequest.__args__)
+
+
+def encode_frame(message: Request | Reply | Push) -> bytes:
+    """Return *message* as a frame."""
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def decode_request(payload: bytes) -> AnyRequest | ErrorRep:
+    """Return the request in *payload*, or the reply to one that is wrong but has an id.
+
+    Raises:
+        ProtocolError: the payload is no message at all.
+    """
+    try:
+        return _request_decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        try:
+            header = _header_decoder.decode(payload)
+        except _BAD_PAYLOAD as worse:
+            raise ProtocolError(f"no message: {worse}") from None
+        if header.type not in _REQUEST_TYPES:
+            return ErrorRep(
+                id=header.id, reason=Reason.UNKNOWN_TYPE, detail=f"unknown type {header.type[:64]!r}"
+            )
+        return ErrorRep(id=header.id, reason=Reason.INVALID_REQUEST, detail=f"{header.type}: {error}")
+    except _BAD_PAYLOAD as error:
+        raise ProtocolError(f"no message: {error}") from None
+
+
+def decode_answer(payload: bytes) -> AnyReply | AnyPush | None:
+    """Return the reply or push in *payload*; None for a push of a kind that this version does not know.
+
+    Raises:
+        ProtocolError: it is neither.
+    """
+    try:
+        answer: AnyReply | AnyPush = _answer_decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        try:
+            header = _header_decoder.decode(payload)
+        except _BAD_PAYLOAD as worse:
+            raise ProtocolError(f"the daemon sent what is no message: {worse}") from None
+        if header.id == 0 and header.type not in _ANSWER_TYPES:
+            return None
+        raise ProtocolError(f"the daemon sent a bad {header.type or 'message'}: {error}") from None
+    except _BAD_PAYLOAD as error:
+        raise ProtocolError(f"the daemon sent what is no message: {error}") from None
+    return answer
+
+
+def schema(kind: Any) -> dict[str, Any]:
+    """Return the JSON Schema of a message type or union, for schemas/."""
+    return msgspec.json.schema(kind)
