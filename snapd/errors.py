@@ -231,6 +231,10 @@ class ProtocolError(SnapdError):
     """The peer sent what is no frame of this protocol; the connection is closed."""
 
 
+class TransportError(SnapdError):
+    """The data plane could not write; the message says where and why."""
+
+
 class ConfigError(SnapdError):
     """The configuration is wrong; the message names the key and what to write instead."""
 

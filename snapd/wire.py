@@ -420,6 +420,8 @@ class StatsRep(Reply, frozen=True, kw_only=True):
     transport: str
     connections: int
     watchers: int
+    requests_waiting: int
+    timers: int
     core: Statistics
     log: LogStatistics
     limits: dict[str, int]

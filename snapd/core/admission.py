@@ -174,7 +174,10 @@ class Admission:
             detail = f"{len(event.page_keys)} page keys; page_keys_max is {settings.page_keys_max}"
         elif len(set(ranks)) != len(ranks) or not set(ranks) <= set(self._books.buffer.arenas):
             detail = f"ranks {list(ranks)} are not distinct ranks out of {list(self._books.buffer.ranks)}"
-        elif event.slab_handle in self._books.open or event.slab_handle in self._books.ended:
+        elif (
+            self._books.find(event.slab_handle) is not None
+            or event.slab_handle in self._books.buffer.quarantine
+        ):
             detail = f"handle {event.slab_handle} has been used"
         else:
             return None
@@ -344,7 +347,8 @@ class Admission:
         ):
             session = self._books.open[handle]
             matched_tokens = num_pages * session.layout.page_size_tokens
-            is_of_use = session.token_start <= event.resident_tokens < matched_tokens
-            if is_of_use and session.abort_wanted is None:
+            if matched_tokens <= event.resident_tokens:
+                break  # No later match is longer, and many share a short one.
+            if session.token_start <= event.resident_tokens and session.abort_wanted is None:
                 return session, matched_tokens
         return None, 0

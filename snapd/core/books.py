@@ -45,8 +45,8 @@ class Outbox:
             self._out.append(e.Replied(cause_id, result))
 
     def refuse(self, reason: Reason, detail: str = "", retry_after_ms: int = 0) -> None:
-        """Answer that nothing was done."""
-        self.requests_refused += 1
+        """Answer that nothing was done; nobody asked, nobody is answered."""
+        self.requests_refused += bool(self.cause_id)
         self.reply(e.Refused(reason, detail, retry_after_ms))
 
     def tell(self, told: e.EndTold) -> None:

@@ -318,6 +318,7 @@ class Leased(msgspec.Struct, frozen=True):
     token_start: int
     token_digest: str
     checksums: PlaneChecksums
+    layout: Layout
     shard: ShardGrant
 
 

@@ -3,7 +3,7 @@
 Every pair (state, event) is decided in exactly one of three ways:
 
 * ``TRANSITIONS``: the event is acted upon. The cell names the states that may follow and the
-  action, a method of ``core.machine.Machine``.
+  action, a method of ``core.lives.Lives``.
 * ``ABSORBED``: nothing changes. An exact repeat gets its first answer again.
 * ``REJECTED``: nothing changes, and whoever asked is told why.
 
@@ -27,7 +27,7 @@ class Cell(NamedTuple):
 
     Attributes:
         successors: the states in which the attempt may be afterwards.
-        action: name of the method of ``Machine`` that does it.
+        action: name of the method of ``Lives`` that does it.
     """
 
     successors: tuple[State, ...]

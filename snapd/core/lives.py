@@ -37,13 +37,20 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
             return ("fail", event.rank, event.reason)
         case e.AbortAsked():
             return ("abort",)
+        case e.VoteCast(ok=True):
+            return _yes_key(event.rank, event.lease_id)
         case e.VoteCast():
-            return ("vote", event.rank, event.lease_id, event.ok, event.reason, event.keep)
+            return ("vote", event.rank, event.lease_id, False, event.reason, event.keep)
         case e.WriterDrained():
             return ("drained", event.rank)
         case e.LeaseAsked():
             return ("lease", event.rank)
     return None
+
+
+def _yes_key(rank: int, lease_id: int) -> tuple[object, ...]:
+    # Why not, and whether to keep it all the same, mean nothing with a "yes".
+    return ("vote", rank, lease_id, True)
 
 
 class Lives:
@@ -148,6 +155,7 @@ class Lives:
             lease = None
         if lease is None:
             lease = self._new_lease(session, shard, event.conn_id)
+        lease.conn_id = event.conn_id or lease.conn_id
         self._out.reply(
             e.Leased(
                 slab_handle=session.handle,
@@ -158,6 +166,7 @@ class Lives:
                 token_start=session.token_start,
                 token_digest=session.token_digest,
                 checksums=shard.checksums,
+                layout=session.layout,
                 shard=e.ShardGrant(
                     shard.rank,
                     shard.extents,
@@ -220,15 +229,20 @@ class Lives:
             else:
                 self._out.refuse(Reason.WRONG_STATE, f"rank {event.rank} has voted ok already")
             return
-        if lease.round != session.round:
-            decided = e.Decided(commit=False, reason=Reason.ROUND_ABORTED, state=session.state)
+        is_kept = event.ok or (event.keep and event.reason not in NEVER_KEPT)
+        if not event.ok and event.reason is Reason.PREFIX_NOT_RESIDENT:
+            self._books.directory.set_hint(session.key, 0)
+        if not is_kept:
+            self._count_last_no(session, shard, event)
+        elif lease.round != session.round:
             self._end_lease(session, shard, Reason.ROUND_ABORTED)
-            self._answer(session, event, decided)
-            self._settle(session)
+            self._leave_round(session, event, Reason.ROUND_ABORTED)
         elif event.ok:
             self._count_yes(session, lease)
         else:
-            self._count_no(session, shard, event)
+            self._end_lease(session, shard, event.reason)
+            self._abort_round(session, event.reason)
+            self._leave_round(session, event, event.reason)
 
     def _count_yes(self, session: Session, lease: Lease) -> None:
         lease.waiting.append(self._out.cause_id)
@@ -238,16 +252,13 @@ class Lives:
             self._books.bytes_ingested += session.total_bytes
             self._end(session, State.INGESTED, Reason.OK)
 
-    def _count_no(self, session: Session, shard: Shard, event: e.VoteCast) -> None:
-        if event.reason is Reason.PREFIX_NOT_RESIDENT:
-            self._books.directory.set_hint(session.key, 0)
-        keep = event.keep and event.reason not in NEVER_KEPT
+    def _leave_round(self, session: Session, event: e.VoteCast, reason: Reason) -> None:
+        decided = e.Decided(commit=False, reason=reason, state=self._state_to_come(session))
+        self._answer(session, event, decided)
+        self._settle(session)
+
+    def _count_last_no(self, session: Session, shard: Shard, event: e.VoteCast) -> None:
         self._end_lease(session, shard, event.reason)
-        if keep:
-            self._abort_round(session, event.reason)
-            self._answer(session, event, e.Decided(commit=False, reason=event.reason, state=session.state))
-            self._settle(session)
-            return
         corrupt_rank = shard.rank if event.reason is Reason.CHECKSUM_MISMATCH else None
         self._end(session, State.ABORTED, event.reason, corrupt_rank=corrupt_rank)
         self._answer(session, event, e.Decided(commit=False, reason=event.reason, state=session.state))
@@ -261,7 +272,7 @@ class Lives:
         if self._out.now_ns < lease.deadline_ns:
             self._arm_lease(session.handle, shard.rank, lease.deadline_ns)
             return
-        self._end_lease(session, shard, Reason.LEASE_EXPIRED)
+        self._end_lease(session, shard, Reason.LEASE_EXPIRED, self._state_to_come(session))
         if lease.round == session.round:
             self._abort_round(session, Reason.ROUND_ABORTED)
         self._settle(session)
@@ -269,9 +280,17 @@ class Lives:
     def _abort_round(self, session: Session, reason: Reason) -> None:
         """Whoever has voted is told; whoever reads still may go on until its lease ends, for nothing."""
         session.round += 1
+        state = self._state_to_come(session)
         for shard in session.shards.values():
             if shard.lease is not None and shard.lease.has_voted:
-                self._end_lease(session, shard, reason)
+                self._end_lease(session, shard, reason, state)
+
+    @staticmethod
+    def _state_to_come(session: Session) -> State:
+        """Return the state once the round is over: a wanted abort takes effect when nobody reads."""
+        leases = [shard.lease for shard in session.shards.values()]
+        is_read = any(lease is not None and not lease.has_voted for lease in leases)
+        return session.state if session.abort_wanted is None or is_read else State.ABORTED
 
     def _end_lease(self, session: Session, shard: Shard, reason: Reason, state: State | None = None) -> None:
         """End a rank's lease; a vote that waits is answered with the decision.
@@ -304,7 +323,7 @@ class Lives:
         for cause_id in lease.waiting:
             self._out.reply(decided, cause_id)
         if lease.has_voted:
-            self._remember(session, ("vote", shard.rank, lease.lease_id, True, Reason.OK, False), decided)
+            self._remember(session, _yes_key(shard.rank, lease.lease_id), decided)
 
     def _settle(self, session: Session) -> None:
         """A lease has ended: do what waited for it, or let the snapshot be evictable again."""
@@ -413,6 +432,7 @@ class Lives:
         books = self._books
         books.lru.discard(session.handle)
         books.directory.remove(session)
+        session.page_keys = ()  # The history keeps what a repeat needs, and page keys can be many.
         del books.open[session.handle]
         books.ended[session.handle] = session
         if session.handle not in books.buffer.quarantine:
@@ -516,7 +536,7 @@ class Lives:
         session.answers[key] = result
         # Only votes that keep the snapshot can go on for ever; their oldest answers go first.
         while len(session.answers) > ANSWERS_MAX_PER_RANK * len(session.shards):
-            del session.answers[next(iter(session.answers))]
+            del session.answers[next(kept for kept in session.answers if kept[0] == "vote")]
 
     def _repeat(self, session: Session, event: e.SessionEvent, detail: str) -> None:
         """Give an exact repeat its first answer; anything else is refused."""

@@ -205,7 +205,7 @@ class SlabAllocator:
             if self._live.get(extent.offset_bytes) != extent.size_bytes:
                 raise InvariantBroken(f"free of {extent}: no such live extent")
         if len({extent.offset_bytes for extent in extents}) != len(extents):
-            raise InvariantBroken(f"free of one extent twice: {sorted(extents)}")
+            raise InvariantBroken(f"free of one extent twice: {list(extents)}")
         for extent in extents:
             del self._live[extent.offset_bytes]
             self._put_back(extent.offset_bytes, extent.size_bytes)

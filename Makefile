@@ -1,0 +1,40 @@
+# `make demo` and `make test` install what they need into .venv first.
+# PYTHON=/path/to/python3.12 picks the interpreter that makes .venv.
+
+PYTHON ?=
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format demo bench schemas clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: ## Make .venv with everything for development; does nothing when it is up to date
+	@PYTHON='$(PYTHON)' tools/setup.sh
+
+test: setup ## Run the tests
+	$(BIN)/pytest
+
+lint: setup ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## Put the code in shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: setup ## Run a daemon, a decode worker and a prefill worker on this machine
+	$(BIN)/snapd demo
+
+bench: setup ## Measure against the floors
+	$(BIN)/snapd bench
+
+schemas: setup ## Write the JSON Schemas anew
+	$(BIN)/python tools/make_schemas.py
+
+clean: ## Remove caches and build outputs, but not .venv
+	rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name .venv -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf

@@ -1,0 +1,597 @@
+"""The daemon's settings: one frozen struct, and how it is built.
+
+A value comes from the first of these that names it: a command-line flag, the environment
+(``SNAPD_LEASE_MS=5000``), the TOML file (``lease_ms = 5000``), the default below. Everything
+that is wrong is a ``ConfigError`` that names the key, the value, where it stands, and what
+to write instead.
+
+Source: design, sections 3, 4 and 10.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from snapd.errors import ConfigError
+from snapd.units import GIB, KIB, MIB, TIB, format_bytes, parse_size_bytes
+
+_T = TypeVar("_T")
+
+DEFAULT_CONFIG_PATH: Final = Path("/etc/kv-snapd/snapd.toml")
+ENVIRONMENT_PREFIX: Final = "SNAPD_"
+CONFIG_PATH_VARIABLE: Final = "SNAPD_CONFIG"
+DEFAULT_ORIGIN: Final = "default"
+COMMAND_LINE: Final = "command line"
+LOG_NAME: Final = "d-to-p-sync.jsonl"
+
+DAY_MS: Final = 24 * 60 * 60 * 1000
+# sockaddr_un.sun_path holds 108 bytes with the final NUL.
+SOCKET_PATH_BYTES_MAX: Final = 107
+CONFIG_FILE_BYTES_MAX: Final = MIB
+RANKS_MAX: Final = 256
+RANK_MAX: Final = 65_535
+UID_MAX: Final = 2**32 - 2
+ARENA_BYTES_MIN: Final = MIB
+ARENA_BYTES_MAX: Final = 16 * TIB
+ARENA_BYTES_DEFAULT: Final = 8 * GIB
+ALIGNMENT_BYTES_MIN: Final = 256
+ALIGNMENT_BYTES_MAX: Final = MIB
+# A page key is 32 hex digits; msgpack puts 2 bytes before it.
+PAGE_KEY_BYTES: Final = 34
+# What the other fields of a request take at most, beside session id and page keys.
+REQUEST_OVERHEAD_BYTES: Final = 16 * KIB
+COUNT_MAX: Final = 100_000_000
+
+assert ALIGNMENT_BYTES_MIN & (ALIGNMENT_BYTES_MIN - 1) == 0, "alignments are powers of two"
+assert ALIGNMENT_BYTES_MAX <= ARENA_BYTES_MIN, "the smallest arena holds one aligned block"
+assert ARENA_BYTES_MIN <= ARENA_BYTES_DEFAULT <= ARENA_BYTES_MAX, "the default arena is allowed"
+
+
+def _ms(description: str) -> Meta:
+    return Meta(ge=1, le=DAY_MS, description=description)
+
+
+def _count(description: str, le: int = COUNT_MAX, ge: int = 1) -> Meta:
+    return Meta(ge=ge, le=le, description=description)
+
+
+def _size(description: str, ge: int, le: int) -> Meta:
+    """Bounds of a number of bytes, which may be written as a size such as ``"8GiB"``."""
+    return Meta(ge=ge, le=le, description=description, extra={"size": True})
+
+
+Device = Annotated[
+    str,
+    Meta(
+        # "$" alone would let a final newline through.
+        pattern=r"^(cpu|cuda:(0|[1-9][0-9]{0,2}))(?!\n)$",
+        description="Where the arena's memory is: `cpu`, or `cuda:N` for GPU N.",
+        examples=["cpu", "cuda:0"],
+    ),
+]
+ArenaBytes = Annotated[
+    int, _size("Size of the arena. A size such as `8GiB`, or bytes.", ARENA_BYTES_MIN, ARENA_BYTES_MAX)
+]
+
+
+class ArenaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's arena: an ``[[arena]]`` table of the file."""
+
+    rank: Annotated[int, _count("The P rank that the arena belongs to; no two alike.", RANK_MAX, 0)] = 0
+    device: Device = "cpu"
+    size_bytes: ArenaBytes = ARENA_BYTES_DEFAULT
+
+
+class ArenaShorthand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Equal arenas in three keys, in place of ``[[arena]]`` tables."""
+
+    ranks: Annotated[int, _count("Makes this many equal arenas, for ranks 0, 1, ...", RANKS_MAX)] = 1
+    size: ArenaBytes = ARENA_BYTES_DEFAULT
+    device: Device = "cpu"
+
+
+def _systemd_directory(env: Mapping[str, str], name: str) -> str:
+    """Return the first directory that systemd put in a variable, or nothing."""
+    return env.get(name, "").split(":")[0]
+
+
+def default_socket_path(env: Mapping[str, str], uid: int) -> str:
+    """Return where the control socket is unless configured: in systemd's, root's or the user's directory."""
+    if directory := _systemd_directory(env, "RUNTIME_DIRECTORY"):
+        return f"{directory}/snapd.sock"
+    if uid == 0:
+        return "/run/kv-snapd/snapd.sock"
+    if directory := env.get("XDG_RUNTIME_DIR", ""):
+        return f"{directory}/kv-snapd/snapd.sock"
+    return f"/tmp/kv-snapd-{uid}/snapd.sock"  # noqa: S108 - the server makes the directory 0700 and checks its owner
+
+
+def default_log_path(env: Mapping[str, str], uid: int) -> str:
+    """Return where the event log is unless configured: systemd's, root's or the user's state directory."""
+    for name in ("LOGS_DIRECTORY", "STATE_DIRECTORY"):
+        if directory := _systemd_directory(env, name):
+            return f"{directory}/{LOG_NAME}"
+    if uid == 0:
+        return f"/var/log/kv-snapd/{LOG_NAME}"
+    if directory := env.get("XDG_STATE_HOME", ""):
+        return f"{directory}/kv-snapd/{LOG_NAME}"
+    if home := env.get("HOME", ""):
+        return f"{home}/.local/state/kv-snapd/{LOG_NAME}"
+    return f"/tmp/kv-snapd-{uid}/{LOG_NAME}"  # noqa: S108 - the same directory as the socket's
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting of the daemon. Times are whole milliseconds; sizes are bytes, or such as ``"8GiB"``."""
+
+    socket_path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Unix socket of the control protocol, at most 107 bytes long. Unless set: in "
+            "`$RUNTIME_DIRECTORY` (systemd), `/run/kv-snapd` (root), `$XDG_RUNTIME_DIR/kv-snapd` or "
+            "`/tmp/kv-snapd-UID`.",
+        ),
+    ] = msgspec.field(default_factory=lambda: default_socket_path(os.environ, os.geteuid()))
+    allowed_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=UID_MAX)], ...],
+        Meta(
+            max_length=1024,
+            description="Users that may connect, by number. The daemon's own user and root always may.",
+        ),
+    ] = ()
+    arenas: Annotated[
+        tuple[ArenaConfig, ...],
+        Meta(
+            min_length=1,
+            max_length=RANKS_MAX,
+            description="One `[[arena]]` table for each P rank. `ranks`, `size` and `device` are the "
+            "short form for equal arenas.",
+        ),
+    ] = msgspec.field(default=(ArenaConfig(),), name="arena")
+    alignment_bytes: Annotated[
+        int,
+        _size(
+            "Every plane starts on a multiple of this; a power of two.",
+            ALIGNMENT_BYTES_MIN,
+            ALIGNMENT_BYTES_MAX,
+        ),
+    ] = ALIGNMENT_BYTES_MIN
+    register_piece_bytes: Annotated[
+        int,
+        _size(
+            "Register the arena with the transport in pieces of this size, which no extent crosses; a "
+            "multiple of `alignment_bytes`. 0: in one piece.",
+            0,
+            ARENA_BYTES_MAX,
+        ),
+    ] = 0
+    hugepages: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="Hugepages for host arenas: `auto` takes them if there are any, `on` needs them."),
+    ] = "auto"
+    prefault: Annotated[
+        bool, Meta(description="Touch every page of a host arena at start, so that no push waits for one.")
+    ] = True
+    transport: Annotated[
+        Literal["shm"], Meta(description="How bytes travel: `shm` for a D on the same host.")
+    ] = "shm"
+
+    reserve_timeout_ms: Annotated[int, _ms("A grant that D does not start using for this long ends.")] = (
+        10_000
+    )
+    transfer_timeout_ms: Annotated[
+        int,
+        _ms(
+            "A started transfer must commit within this, plus the time of its bytes at "
+            "`transfer_min_mb_per_s`."
+        ),
+    ] = 30_000
+    transfer_min_mb_per_s: Annotated[
+        int, _count("The slowest transfer that is waited for, in MB a second.", 1_000_000)
+    ] = 100
+    ready_ttl_ms: Annotated[
+        int, _ms("A READY snapshot that nobody ingests for this long expires; above `lease_ms`.")
+    ] = 300_000
+    lease_ms: Annotated[int, _ms("How long a rank may read a snapshot before it must have voted.")] = 10_000
+    quarantine_ms: Annotated[
+        int, _ms("How long bytes without drain proof rest before they may be used again.")
+    ] = 60_000
+
+    sessions_max: Annotated[int, _count("Attempts that may be open at one time.")] = 100_000
+    ended_history_max: Annotated[
+        int, _count("Ended attempts that are remembered, to answer repeats and for `snapd show`.")
+    ] = 10_000
+    session_history_max: Annotated[
+        int, _count("Sessions whose last ingested range is remembered, so that D sends a suffix only.")
+    ] = 100_000
+    layouts_max: Annotated[int, _count("Layouts that may be declared at one time.", 65_536)] = 256
+    page_keys_max: Annotated[int, _count("Page keys in one request; they must fit a frame.", 1_000_000)] = (
+        16_384
+    )
+    session_id_bytes_max: Annotated[int, _size("Length of a session id in UTF-8.", 1, 64 * KIB)] = 512
+    num_tokens_max: Annotated[int, _count("Tokens in one snapshot.", 1 << 31)] = 16_777_216
+
+    connections_max: Annotated[int, _count("Connections open at one time.", 1_000_000)] = 1_024
+    watchers_max: Annotated[int, _count("Connections that watch at one time.", 1_000_000)] = 64
+    watch_queue_max: Annotated[
+        int, _count("Transitions that may wait for one slow watcher before some are dropped.")
+    ] = 4_096
+    frame_bytes_max: Annotated[int, _size("A longer frame closes its connection.", 64 * KIB, GIB)] = 4 * MIB
+    frame_timeout_ms: Annotated[int, _ms("A frame that has begun must end within this.")] = 10_000
+    reply_buffer_bytes_max: Annotated[
+        int,
+        _size(
+            "A client with more unread replies than this is cut off; at least `frame_bytes_max`.",
+            64 * KIB,
+            16 * GIB,
+        ),
+    ] = 8 * MIB
+    requests_in_flight_max: Annotated[
+        int, _count("Requests of one connection that may be under way.", 1_000_000)
+    ] = 1_024
+    drain_timeout_ms: Annotated[int, _ms("How long SIGTERM waits for attempts under way.")] = 5_000
+
+    log_path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="The event log. Unless set: in `$LOGS_DIRECTORY` or `$STATE_DIRECTORY` (systemd), "
+            "`/var/log/kv-snapd` (root), `$XDG_STATE_HOME/kv-snapd` or `~/.local/state/kv-snapd`.",
+        ),
+    ] = msgspec.field(default_factory=lambda: default_log_path(os.environ, os.geteuid()))
+    log_rotate_bytes: Annotated[
+        int, _size("The log is rotated when it is this large. 0: never.", 0, ARENA_BYTES_MAX)
+    ] = 256 * MIB
+    log_rotate_keep: Annotated[int, _count("Rotated logs that are kept.", 10_000)] = 8
+    log_queue_bytes_max: Annotated[
+        int, _size("Log lines that wait for the disk, in bytes; more are dropped and counted.", 64 * KIB, GIB)
+    ] = 32 * MIB
+    log_queue_lines_max: Annotated[
+        int, _count("Log lines that wait for the disk; more are dropped and counted.")
+    ] = 65_536
+
+    def check(self, origin: Mapping[str, str] | None = None) -> None:
+        """Check every range, and the relations between settings.
+
+        Args:
+            origin: where each value came from, by attribute, for the message.
+
+        Raises:
+            ConfigError: a setting is out of range, or two do not fit together.
+        """
+        origin = origin or {}
+
+        def shown(name: str) -> str:
+            return f"{name} = {getattr(self, name)!r} ({origin.get(name, DEFAULT_ORIGIN)})"
+
+        for name, setting in _SETTINGS.items():
+            value = msgspec.to_builtins(getattr(self, setting.attribute))
+            _typed(origin.get(setting.attribute, "config"), name, value, setting, text=False)
+        socket_path_bytes = len(os.fsencode(self.socket_path))
+        if socket_path_bytes > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"{shown('socket_path')} is {socket_path_bytes} bytes long, and a unix socket's path has at "
+                f"most {SOCKET_PATH_BYTES_MAX}: choose a shorter directory, such as /run/kv-snapd"
+            )
+        for name in ("socket_path", "log_path"):
+            if "\0" in getattr(self, name):
+                raise ConfigError(f"{shown(name)} has a NUL in it: write a path")
+        if self.alignment_bytes & (self.alignment_bytes - 1):
+            raise ConfigError(f"{shown('alignment_bytes')} is no power of two: write 256, 512, 1024, ...")
+        if self.register_piece_bytes % self.alignment_bytes:
+            raise ConfigError(
+                f"{shown('register_piece_bytes')} is no multiple of {shown('alignment_bytes')}: "
+                f'write 0 for one piece, or a multiple such as "4GiB"'
+            )
+        if self.lease_ms >= self.ready_ttl_ms:
+            raise ConfigError(
+                f"{shown('lease_ms')} must be below {shown('ready_ttl_ms')}: "
+                f"lower the first or raise the second"
+            )
+        if self.reply_buffer_bytes_max < self.frame_bytes_max:
+            raise ConfigError(
+                f"{shown('reply_buffer_bytes_max')} must not be below {shown('frame_bytes_max')}: "
+                f"one reply must fit; raise the first or lower the second"
+            )
+        request_bytes = (
+            self.page_keys_max * PAGE_KEY_BYTES + self.session_id_bytes_max + REQUEST_OVERHEAD_BYTES
+        )
+        if request_bytes > self.frame_bytes_max:
+            raise ConfigError(
+                f"{shown('page_keys_max')} makes requests of {format_bytes(request_bytes)}, more than "
+                f"{shown('frame_bytes_max')}: lower the first or raise the second"
+            )
+        ranks = [arena.rank for arena in self.arenas]
+        for rank in ranks:
+            if ranks.count(rank) > 1:
+                raise ConfigError(
+                    f"arena ({origin.get('arenas', DEFAULT_ORIGIN)}): rank {rank} has more than one arena: "
+                    f"give each [[arena]] its own rank, such as rank = {max(ranks) + 1}"
+                )
+
+
+class Loaded(NamedTuple):
+    """A configuration, and where it came from.
+
+    Attributes:
+        config: the settings, checked.
+        origin: for each attribute of ``Config``: ``default``, the file's path, ``environment NAME`` or
+            ``command line``.
+        path: the file that was read, if any.
+    """
+
+    config: Config
+    origin: Mapping[str, str]
+    path: Path | None
+
+
+class _Setting(NamedTuple):
+    """What is known of one key: its attribute in the struct, its type, and what to write for it."""
+
+    attribute: str
+    type: Any
+    is_size: bool
+    wanted: str
+
+
+class _Given(NamedTuple):
+    """A value that a source gives for a key; a higher level wins."""
+
+    value: Any
+    origin: str
+    level: int
+
+
+def _wanted(info: msgspec.inspect.Type, is_size: bool) -> str:
+    """Return what to write for a value of a type, as the end of an error message."""
+    match info:
+        case msgspec.inspect.Metadata(type=inner, extra_json_schema=extra):
+            if extra and "examples" in extra:
+                return "write " + " or ".join(f'"{example}"' for example in extra["examples"])
+            return _wanted(inner, is_size)
+        case msgspec.inspect.IntType(ge=low, le=high) if low is not None and high is not None:
+            if is_size:
+                example = format_bytes(min(high, max(low, 64 * MIB))).replace(" ", "")
+                return f'write a size from {format_bytes(low)} to {format_bytes(high)}, such as "{example}"'
+            return f"write a whole number from {low} to {high}"
+        case msgspec.inspect.BoolType():
+            return "write true or false"
+        case msgspec.inspect.LiteralType(values=values):
+            return "write " + " or ".join(f'"{value}"' for value in values)
+        case msgspec.inspect.StrType():
+            return "write a path as text, not empty"
+        case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.StructType(), max_length=most):
+            return f"write 1 to {most} [[arena]] tables"
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return f"write a list such as [1000, 1001]; for each item {_wanted(item, is_size)}"
+        case _:
+            raise TypeError(f"no setting may have the type {info!r}")
+
+
+def _settings_of(struct: type[msgspec.Struct]) -> dict[str, _Setting]:
+    settings = {}
+    for field in msgspec.structs.fields(struct):
+        info = msgspec.inspect.type_info(field.type)
+        is_size = isinstance(info, msgspec.inspect.Metadata) and "size" in (info.extra or {})
+        settings[field.encode_name] = _Setting(field.name, field.type, is_size, _wanted(info, is_size))
+    return settings
+
+
+_SETTINGS: Final = _settings_of(Config)
+_SHORTHAND: Final = _settings_of(ArenaShorthand)
+_ARENA: Final = _settings_of(ArenaConfig)
+_KEYS: Final = _SETTINGS | _SHORTHAND
+assert len(_KEYS) == len(_SETTINGS) + len(_SHORTHAND), "no shorthand hides a setting"
+
+_TRUTHS: Final = {"true": True, "yes": True, "on": True, "1": True,
+                  "false": False, "no": False, "off": False, "0": False}  # fmt: skip
+_WHOLE_NUMBER: Final = re.compile(r"-?[0-9][0-9_]*")
+
+
+def environment_name(key: str) -> str:
+    """Return the variable that sets a key: ``lease_ms`` is ``SNAPD_LEASE_MS``."""
+    return ENVIRONMENT_PREFIX + key.upper()
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the TOML file: the keys of ``Config`` and of ``ArenaShorthand``.
+
+    ``msgspec.json.schema(Config)`` alone knows neither the shorthand nor that a size may be text.
+    """
+    schema = msgspec.json.schema(Config)
+    definitions = schema["$defs"]
+    short = msgspec.json.schema(ArenaShorthand)["$defs"]["ArenaShorthand"]["properties"]
+    definitions["Config"]["properties"] |= short
+    for name, settings in (("Config", _KEYS), ("ArenaConfig", _ARENA)):
+        for key, setting in settings.items():
+            if setting.is_size:
+                definitions[name]["properties"][key]["type"] = ["integer", "string"]
+    return schema
+
+
+def load_config(path: Path | None, env: Mapping[str, str], overrides: Mapping[str, object]) -> Config:
+    """Return the configuration; see :func:`load`."""
+    return load(path, env, overrides).config
+
+
+def load(path: Path | None, env: Mapping[str, str], overrides: Mapping[str, object]) -> Loaded:
+    """Build the configuration: defaults, below the file, below the environment, below *overrides*.
+
+    Args:
+        path: the TOML file; when None, ``$SNAPD_CONFIG``, else /etc/kv-snapd/snapd.toml if it exists.
+        env: the environment; only ``SNAPD_*`` and the directories that make up the defaults are read.
+        overrides: values of flags by key, typed or as text; None means that the flag was not given.
+
+    Raises:
+        ConfigError: a key is unknown, a value is wrong, two values do not fit together, or the file
+            cannot be read.
+    """
+    path = _find_file(path, env)
+    given: dict[str, _Given] = {}
+    if path is not None:
+        for key, value in _read_file(path).items():
+            setting = _known(str(path), key, _KEYS)
+            given[key] = _Given(_typed(str(path), key, value, setting, text=False), str(path), 1)
+    # A list of tables has no form in a variable.
+    key_of_variable = {environment_name(key): key for key in _KEYS if key != "arena"}
+    for variable, text in sorted(env.items()):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable != CONFIG_PATH_VARIABLE:
+            key = _known("environment", variable, key_of_variable)
+            value = _typed("environment", variable, text, _KEYS[key], text=True)
+            given[key] = _Given(value, f"environment {variable}", 2)
+    for key, value in overrides.items():
+        if value is not None:
+            setting = _known(COMMAND_LINE, key, _KEYS)
+            given[key] = _Given(_typed(COMMAND_LINE, key, value, setting, text=True), COMMAND_LINE, 3)
+
+    uid = os.geteuid()
+    values: dict[str, Any] = {
+        "socket_path": default_socket_path(env, uid),
+        "log_path": default_log_path(env, uid),
+    }
+    origin = dict.fromkeys((setting.attribute for setting in _SETTINGS.values()), DEFAULT_ORIGIN)
+    for key, (value, source, _) in given.items():
+        if key != "arena" and key in _SETTINGS:
+            values[key] = _expand_home(value, env) if key.endswith("_path") else value
+            origin[key] = source
+    values["arenas"], origin["arenas"] = _arenas(given)
+    config = Config(**values)
+    config.check(origin)
+    return Loaded(config, origin, path)
+
+
+def _arenas(given: Mapping[str, _Given]) -> tuple[tuple[ArenaConfig, ...], str]:
+    """Return the arenas and their origin: listed one by one, or from the shorthand.
+
+    A ``size`` or ``device`` from a higher level than the list sets every listed arena.
+    """
+    listed = given.get("arena")
+    lowest = listed.level if listed else 0
+    short = {key: given[key] for key in _SHORTHAND if key in given and given[key].level >= lowest}
+    for key, (value, source, level) in short.items():
+        if listed and (level == listed.level or key == "ranks"):
+            raise ConfigError(
+                f"{source}: {key} = {value!r} cannot stand beside the [[arena]] tables ({listed.origin}): "
+                f"remove one of them"
+            )
+    values = {key: value for key, (value, _, _) in short.items()}
+    sources = dict.fromkeys(source for _, source, _ in (*([listed] if listed else []), *short.values()))
+    origin = ", ".join(sources) or DEFAULT_ORIGIN
+    if listed:
+        changes = {"size_bytes" if key == "size" else key: value for key, value in values.items()}
+        return tuple(msgspec.structs.replace(arena, **changes) for arena in listed.value), origin
+    equal = ArenaShorthand(**values)
+    return tuple(ArenaConfig(rank, equal.device, equal.size) for rank in range(equal.ranks)), origin
+
+
+def _find_file(path: Path | None, env: Mapping[str, str]) -> Path | None:
+    if path is not None:
+        return path
+    if CONFIG_PATH_VARIABLE in env:
+        if not env[CONFIG_PATH_VARIABLE]:
+            raise ConfigError(f"environment: {CONFIG_PATH_VARIABLE} is empty: write a path, or unset it")
+        return Path(env[CONFIG_PATH_VARIABLE])
+    try:
+        return DEFAULT_CONFIG_PATH if DEFAULT_CONFIG_PATH.exists() else None
+    except OSError:
+        # It may be there and we may not look: reading it says so.
+        return DEFAULT_CONFIG_PATH
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(CONFIG_FILE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: the configuration cannot be read: {what}") from error
+    if len(raw) > CONFIG_FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: larger than {format_bytes(CONFIG_FILE_BYTES_MAX)}: no configuration file")
+    try:
+        return tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _expand_home(path: str, env: Mapping[str, str]) -> str:
+    home = env.get("HOME", "")
+    return home + path[1:] if home and (path == "~" or path.startswith("~/")) else path
+
+
+def _known(source: str, name: str, known: Mapping[str, _T]) -> _T:
+    """Return what *name* stands for; refuse it with the nearest known name."""
+    if name in known:
+        return known[name]
+    raise ConfigError(f"{source}: {name!r} is no setting; {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    by_folded = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), by_folded, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {by_folded[close[0]]!r}?"
+    return f"known are {', '.join(sorted(by_folded.values()))}"
+
+
+def _shown(value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _typed(source: str, name: str, value: object, setting: _Setting, text: bool) -> Any:
+    """Return *value* in the setting's type and range.
+
+    Args:
+        source: the file, ``environment`` or ``command line``.
+        name: the key or variable, as the user wrote it.
+        value: as TOML gives it, or as text.
+        setting: the key's type and range.
+        text: strings stand for other types too (environment, flags).
+
+    Raises:
+        ConfigError: the value does not fit.
+    """
+    if setting.attribute == "arenas" and isinstance(value, (list, tuple)):
+        value = [_arena_table(source, f"{name}[{i}]", table) for i, table in enumerate(value)]
+    try:
+        if isinstance(value, str):
+            value = _from_text(value, setting, text)
+        return msgspec.convert(value, setting.type)
+    except (msgspec.ValidationError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{source}: {name} = {_shown(value)} is wrong ({error}): {setting.wanted}"
+        ) from error
+
+
+def _arena_table(source: str, name: str, table: object) -> object:
+    """Return one ``[[arena]]`` table with every key known and every value typed."""
+    if not isinstance(table, dict):
+        return table
+    return {
+        key: _typed(source, f"{name}.{key}", value, _known(f"{source}: {name}", key, _ARENA), text=False)
+        for key, value in table.items()
+    }
+
+
+def _from_text(value: str, setting: _Setting, text: bool) -> object:
+    """Return what a string stands for: a size anywhere; other types in variables and flags only."""
+    if setting.is_size:
+        return parse_size_bytes(value.replace("_", "")) if text else parse_size_bytes(value)
+    if not text:
+        return value
+    info = msgspec.inspect.type_info(setting.type)
+    kind = info.type if isinstance(info, msgspec.inspect.Metadata) else info
+    if isinstance(kind, msgspec.inspect.BoolType):
+        return _TRUTHS.get(value.strip().lower(), value)
+    if isinstance(kind, msgspec.inspect.IntType):
+        return int(value) if _WHOLE_NUMBER.fullmatch(value.strip()) else value
+    if isinstance(kind, msgspec.inspect.VarTupleType):
+        return [int(item) for item in value.strip().strip("[]").split(",") if item.strip()]
+    return value

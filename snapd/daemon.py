@@ -1,0 +1,340 @@
+"""One life of the daemon: opens everything in order, serves, drains, closes.
+
+Source: design, sections 4, 6 and 10.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import stat
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import uvloop
+
+from snapd import __version__
+from snapd import wire as w
+from snapd.arena import HostArena
+from snapd.config import Config
+from snapd.core import events as e
+from snapd.core import records as r
+from snapd.core.machine import Machine
+from snapd.core.session import Settings
+from snapd.core.slab import SlabAllocator
+from snapd.errors import StartupError
+from snapd.eventlog import EventLog, LogSettings
+from snapd.executor import Executor
+from snapd.logrecovery import closing_records, read_open_attempts
+from snapd.server import Server
+from snapd.service import ArenaAccess, Service
+from snapd.timers import SystemClock
+from snapd.transport.base import ArenaOfferer
+from snapd.transport.shm import ShmOfferer
+from snapd.units import MS_PER_S, format_bytes
+
+_log: Final = structlog.get_logger("snapd.daemon")
+EXIT_OK: Final = 0
+EXIT_INTERNAL_ERROR: Final = 70
+# What a shell reports for a process that SIGTERM has ended.
+EXIT_SECOND_SIGNAL: Final = 128 + signal.SIGTERM
+_LOG_CLOSE_S: Final = 5.0
+_DRAIN_POLL_S: Final = 0.02
+_ACCEPT_BACKLOG: Final = 256
+
+
+def run(config: Config) -> int:
+    """Serve until a signal ends it, and return the exit status.
+
+    Raises:
+        StartupError: it cannot run as configured; nothing is left behind.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config))
+
+
+def settings_of(config: Config) -> Settings:
+    """Return the core's part of the configuration."""
+    return Settings(**{name: getattr(config, name) for name in Settings.__struct_fields__})
+
+
+class _Stop:
+    """Why and how the daemon ends."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.reason = ""
+        self.status = EXIT_OK
+
+    def on_signal(self, number: signal.Signals) -> None:
+        if self.asked.is_set():
+            # The operator does not want to wait: the next start closes what is open.
+            os._exit(EXIT_SECOND_SIGNAL)
+        self.reason = number.name
+        self.asked.set()
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A bug. Stop: snapshots can be computed again, wrong books cannot be trusted again."""
+        del loop
+        error = context.get("exception")
+        _log.critical("internal error", message=context.get("message"))
+        if isinstance(error, BaseException):
+            traceback.print_exception(error, file=sys.stderr)
+        self.reason = "internal-error"
+        self.status = EXIT_INTERNAL_ERROR
+        self.asked.set()
+
+
+async def _serve(config: Config) -> int:
+    loop = asyncio.get_running_loop()
+    stop = _Stop()
+    loop.set_exception_handler(stop.on_loop_error)
+    epoch = secrets.token_hex(8)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(_instance_lock(Path(config.socket_path)))
+        log = stack.enter_context(_event_log(config, epoch))
+        offerer: ArenaOfferer = ShmOfferer()
+        stack.callback(offerer.close)
+        arenas: dict[int, tuple[ArenaAccess, int]] = {}
+        for arena in _open_arenas(config, stack):
+            arenas[arena.rank] = (arena, offerer.register(arena))
+        machine = Machine(
+            settings_of(config),
+            {
+                rank: SlabAllocator(
+                    arena.size_bytes,
+                    alignment_bytes=config.alignment_bytes,
+                    piece_bytes=config.register_piece_bytes,
+                )
+                for rank, (arena, _) in arenas.items()
+            },
+            alignment_bytes=config.alignment_bytes,
+        )
+        server = Server(
+            config,
+            loop,
+            on_writer_gone=lambda writer_id: executor.post(
+                lambda at_ns: e.WriterGone(at_ns=at_ns, writer_id=writer_id)
+            ),
+            is_writer_needed=machine.books.handles_of_writer.__contains__,
+        )
+        executor = Executor(machine, log, SystemClock(), loop.call_later, server.tell_end, server.show_record)
+        stack.callback(executor.close)
+        server.service = Service(
+            config,
+            epoch,
+            executor,
+            arenas,
+            offerer.address(),
+            lambda: _log_statistics(config, log),
+            lambda: (len(server.connections), len(server.watchers)),
+        )
+        _write_started(config, log, executor, arenas)
+        await stack.enter_async_context(_listening(config, server, loop))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, log.reopen)
+        total_bytes = sum(arena.size_bytes for arena, _ in arenas.values())
+        _log.info(
+            "ready",
+            socket=config.socket_path,
+            epoch=epoch,
+            arenas=len(arenas),
+            size=format_bytes(total_bytes),
+        )
+        await stop.asked.wait()
+        if stop.status == EXIT_OK:
+            await _drain(config, executor)
+        _write_stopped(log, executor, stop)
+        server.close()
+    return stop.status
+
+
+async def _drain(config: Config, executor: Executor) -> None:
+    """Take no new attempts, let readers finish, then end what is open."""
+    loop = asyncio.get_running_loop()
+    executor.post(lambda at_ns: e.DrainAsked(at_ns=at_ns))
+    deadline_s = loop.time() + config.drain_timeout_ms / MS_PER_S
+    while any(session.is_leased for session in executor.machine.books.open.values()):
+        if loop.time() >= deadline_s:
+            break
+        await asyncio.sleep(_DRAIN_POLL_S)
+    executor.post(lambda at_ns: e.StopAsked(at_ns=at_ns))
+
+
+def _write_started(
+    config: Config, log: EventLog, executor: Executor, arenas: dict[int, tuple[ArenaAccess, int]]
+) -> None:
+    """Write the first line of the epoch, then close what the former one left open."""
+    try:
+        former = read_open_attempts(config.log_path, config.log_rotate_keep)
+    except OSError as error:
+        raise StartupError(f"log_path {config.log_path} cannot be read: {error.strerror}") from None
+    now_ns = executor.now_ns()
+    log.write(
+        r.DaemonStarted(
+            at_ns=now_ns,
+            version=__version__,
+            protocol=w.PROTOCOL_VERSION,
+            pid=os.getpid(),
+            transport=config.transport,
+            arenas=tuple(
+                r.ArenaInfo(rank, arena.device, arena.size_bytes, config.alignment_bytes)
+                for rank, (arena, _) in arenas.items()
+            ),
+            former_epoch=former.epoch if former else "",
+            closed_attempts=len(former.attempts) if former else 0,
+        )
+    )
+    for record in closing_records(former, now_ns) if former else ():
+        log.write(record)
+
+
+def _write_stopped(log: EventLog, executor: Executor, stop: _Stop) -> None:
+    statistics = executor.machine.statistics()
+    log.write(
+        r.DaemonStopped(
+            at_ns=executor.now_ns(),
+            reason=stop.reason,
+            attempts=statistics.attempts,
+            attempts_ok=statistics.attempts_ok,
+        )
+    )
+
+
+# --- what is opened in order, and closed in the other order ------------------------------------
+
+
+@contextlib.contextmanager
+def _instance_lock(socket_path: Path) -> Iterator[None]:
+    """Hold the socket's lock file: one daemon a socket. The lock goes with the process.
+
+    Raises:
+        StartupError: another daemon holds it, or the directory is not ours.
+    """
+    directory = socket_path.parent
+    lock_path = directory / f"{socket_path.name}.lock"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StartupError(
+            f"socket_path {socket_path}: {directory} cannot be used ({error.strerror}); "
+            "choose a directory that this user may write"
+        ) from None
+    try:
+        if os.fstat(fd).st_uid not in (0, os.geteuid()):
+            raise StartupError(f"{lock_path} belongs to another user; choose another socket_path")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StartupError(
+                f"another snapd (pid {pid}) serves {socket_path}; stop it or choose another socket_path"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _event_log(config: Config, epoch: str) -> Iterator[EventLog]:
+    log = EventLog(
+        LogSettings(
+            path=config.log_path,
+            rotate_bytes=config.log_rotate_bytes,
+            rotate_keep=config.log_rotate_keep,
+            queue_bytes_max=config.log_queue_bytes_max,
+            queue_lines_max=config.log_queue_lines_max,
+        ),
+        epoch,
+    )
+    try:
+        yield log
+    finally:
+        lines_left = log.close(_LOG_CLOSE_S)
+        if lines_left:
+            _log.error("log lines were lost at the end", lines=lines_left, path=config.log_path)
+
+
+def _open_arenas(config: Config, stack: contextlib.AsyncExitStack) -> Iterator[HostArena]:
+    for wanted in config.arenas:
+        if wanted.device != "cpu":
+            raise StartupError(
+                f"arena {wanted.rank}: device {wanted.device} cannot be had by this version; use cpu"
+            )
+        arena = HostArena(
+            wanted.rank, wanted.size_bytes, hugepages=config.hugepages, prefault=config.prefault
+        )
+        stack.callback(arena.close)
+        yield arena
+
+
+@contextlib.asynccontextmanager
+async def _listening(config: Config, server: Server, loop: asyncio.AbstractEventLoop) -> AsyncIterator[None]:
+    sock, inode = _bind(Path(config.socket_path), is_open_to_others=bool(config.allowed_uids))
+    listener = await loop.create_unix_server(server.new_connection, sock=sock, backlog=_ACCEPT_BACKLOG)
+    try:
+        yield
+    finally:
+        listener.close()
+        _unlink_socket(Path(config.socket_path), inode)
+
+
+def _bind(path: Path, *, is_open_to_others: bool) -> tuple[socket.socket, int]:
+    """Bind the socket and return it with its inode; a stale socket file goes first.
+
+    Only the holder of the instance lock comes here, so a socket file that is there is stale.
+
+    Raises:
+        StartupError: something that is no socket is in the way, or it cannot be bound.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise StartupError(f"socket_path {path} is there and is no socket; remove it or choose another")
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The mode must be right from the first moment: nobody may connect in between.
+    umask = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+        if is_open_to_others:
+            # allowed_uids can only connect when the mode lets them; the peer's uid decides then.
+            path.chmod(0o666)
+    except OSError as error:
+        sock.close()
+        raise StartupError(f"socket_path {path} cannot be bound: {error.strerror}") from None
+    finally:
+        os.umask(umask)
+    return sock, path.stat().st_ino
+
+
+def _unlink_socket(path: Path, inode: int) -> None:
+    """Remove the socket file, unless somebody has put another one there."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.lstat().st_ino == inode:
+            path.unlink()
+
+
+def _log_statistics(config: Config, log: EventLog) -> w.LogStatistics:
+    statistics = log.statistics()
+    return w.LogStatistics(
+        path=config.log_path,
+        lines_written=statistics.lines_written,
+        bytes_written=statistics.bytes_written,
+        queued_lines=statistics.queued_lines,
+        queued_bytes=statistics.queued_bytes,
+        dropped=statistics.records_dropped,
+        write_errors=statistics.write_errors,
+        last_error=statistics.last_error,
+        rotations=statistics.rotations,
+    )

@@ -1,0 +1,333 @@
+"""The control socket: connections, framing, back-pressure and watchers.
+
+Whatever a client does concerns its own connection only: it is cut off when it sends what is no
+frame, leaves one unfinished, or does not read its replies.
+
+Source: design, section 5.
+"""
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from snapd import wire as w
+from snapd.config import Config
+from snapd.core import events as e
+from snapd.core.records import Record, SessionTransition, SyncRefused
+from snapd.errors import ProtocolError, Reason
+from snapd.peers import Peer, ProcessWatch, peer_of
+from snapd.service import Service
+from snapd.units import MS_PER_S
+
+_log: Final = structlog.get_logger("snapd.server")
+# One warning a kind in this time; a flood of bad peers must not become a flood of lines.
+_WARN_EVERY_S: Final = 5.0
+
+
+class RateLimitedWarnings:
+    """Says each kind of warning at most once in a while, with how many were left out."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def warn(self, kind: str, **facts: object) -> None:
+        """Write the warning, or count it. *kind* comes from a closed set in this file."""
+        now_s = self._now_s()
+        last_s, left_out = self._last.get(kind, (-_WARN_EVERY_S, 0))
+        if now_s - last_s < _WARN_EVERY_S:
+            self._last[kind] = (last_s, left_out + 1)
+            return
+        self._last[kind] = (now_s, 0)
+        _log.warning(kind, left_out=left_out, **facts)
+
+
+class Server:
+    """Accepts connections and knows which are there.
+
+    Args:
+        config: bounds.
+        loop: the running loop.
+        service: answers requests; set before the socket listens.
+        on_writer_gone: told of a local process that has exited.
+        is_writer_needed: whether a writer id still stands for an attempt.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        loop: asyncio.AbstractEventLoop,
+        on_writer_gone: Callable[[int], None],
+        is_writer_needed: Callable[[int], bool],
+    ) -> None:
+        self.config = config
+        self.loop = loop
+        self.service: Service | None = None
+        self.allowed_uids = frozenset({0, os.geteuid(), *config.allowed_uids})
+        self.processes = ProcessWatch(loop, on_writer_gone, is_writer_needed, config.connections_max)
+        self.warnings = RateLimitedWarnings(loop.time)
+        self.connections: dict[int, Connection] = {}
+        self.watchers: dict[int, Connection] = {}
+        self._last_conn_id = 0
+
+    def new_connection(self) -> "Connection":
+        """Return the protocol of a connection that is being accepted."""
+        self._last_conn_id += 1
+        return Connection(self, self._last_conn_id)
+
+    def tell_end(self, told: e.EndTold) -> None:
+        """Tell a connection how an attempt ended, if it is still there."""
+        connection = self.connections.get(told.conn_id)
+        if connection is not None:
+            connection.push(
+                w.SessionEnded(
+                    slab_handle=told.slab_handle,
+                    session_id=told.session_id,
+                    state=told.state,
+                    reason=told.reason,
+                    drain_wanted=told.drain_wanted,
+                )
+            )
+
+    def show_record(self, record: Record) -> None:
+        """Push a transition or a refusal to whoever watches."""
+        if not self.watchers:
+            return
+        push: w.WatchTransition | w.WatchRefused
+        match record:
+            case SessionTransition():
+                push = w.WatchTransition(
+                    at_ns=record.at_ns,
+                    session_id=record.session_id,
+                    slab_handle=record.slab_handle,
+                    from_state=record.from_state,
+                    to_state=record.to_state,
+                    reason=record.reason,
+                    num_tokens=record.num_tokens,
+                    token_start=record.token_start,
+                    bytes=record.bytes,
+                    duration_ms=record.duration_ms,
+                )
+            case SyncRefused():
+                push = w.WatchRefused(
+                    at_ns=record.at_ns,
+                    session_id=record.session_id,
+                    reason=record.reason,
+                    num_tokens=record.num_tokens,
+                    detail=record.detail,
+                )
+            case _:
+                return
+        frame = w.encode_frame(push)
+        for connection in list(self.watchers.values()):
+            if connection.watched_session_id in ("", record.session_id):
+                connection.show(frame)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection in list(self.connections.values()):
+            connection.close()
+        self.processes.close()
+
+
+class Connection(asyncio.Protocol):
+    """One client.
+
+    Attributes:
+        conn_id: never used again in this epoch.
+        watched_session_id: which session's transitions it wants; empty: all.
+    """
+
+    def __init__(self, server: Server, conn_id: int) -> None:
+        self.conn_id = conn_id
+        self.watched_session_id = ""
+        self._server = server
+        self._config = server.config
+        self._splitter = w.FrameSplitter(server.config.frame_bytes_max)
+        self._transport: asyncio.Transport | None = None
+        self._peer = Peer(0, 0)
+        self._in_flight = 0
+        self._is_congested = False
+        self._frame_deadline: asyncio.TimerHandle | None = None
+        self._shown: deque[bytes] = deque()
+        self._num_lost = 0
+
+    # --- what the loop calls -------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Let the client in, or say why not."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        with self._socket() as sock:
+            self._peer = peer_of(sock)
+        server = self._server
+        if self._peer.uid not in server.allowed_uids:
+            server.warnings.warn("peer refused", uid=self._peer.uid, pid=self._peer.pid)
+            detail = f"user {self._peer.uid} is not in allowed_uids"
+            self._refuse_connection(Reason.PERMISSION_DENIED, detail)
+        elif len(server.connections) >= self._config.connections_max:
+            server.warnings.warn("too many connections", connections_max=self._config.connections_max)
+            detail = f"{self._config.connections_max} connections are open (connections_max)"
+            self._refuse_connection(Reason.LIMIT_REACHED, detail)
+        else:
+            server.connections[self.conn_id] = self
+
+    def _refuse_connection(self, reason: Reason, detail: str) -> None:
+        assert self._transport is not None
+        self._transport.write(w.encode_frame(w.ErrorRep(id=0, reason=reason, detail=detail)))
+        self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the client. Its attempts go on: it may come back and commit."""
+        del exc
+        self._transport = None
+        self._server.connections.pop(self.conn_id, None)
+        self._server.watchers.pop(self.conn_id, None)
+        self._shown.clear()
+        self._stop_frame_clock()
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every request that is whole."""
+        if self.conn_id not in self._server.connections:
+            return
+        try:
+            payloads = self._splitter.feed(data)
+            for payload in payloads:
+                self._take(payload)
+        except ProtocolError as error:
+            self._server.warnings.warn("bad frame", pid=self._peer.pid, error=str(error))
+            self.send(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=str(error)))
+            self.close()
+            return
+        if payloads:
+            self._stop_frame_clock()
+        if self._splitter.is_inside_frame and self._frame_deadline is None:
+            self._frame_deadline = self._server.loop.call_later(
+                self._config.frame_timeout_ms / MS_PER_S, self._frame_timed_out
+            )
+
+    def pause_writing(self) -> None:
+        """The client does not read: take nothing more from it until it does."""
+        self._is_congested = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self._is_congested = False
+        while self._shown and not self._is_congested:
+            self._write(self._shown.popleft())
+        if self._num_lost and not self._is_congested:
+            lost, self._num_lost = self._num_lost, 0
+            self._write(w.encode_frame(w.WatchLost(count=lost)))
+        if self._transport is not None and not self._is_congested:
+            self._transport.resume_reading()
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def _take(self, payload: bytes) -> None:
+        request = w.decode_request(payload)
+        if isinstance(request, w.ErrorRep):
+            self._write(w.encode_frame(request))
+            return
+        if self._in_flight >= self._config.requests_in_flight_max:
+            detail = f"{self._in_flight} requests of this connection wait (requests_in_flight_max)"
+            error = w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail)
+            self._write(w.encode_frame(error))
+            return
+        assert self._server.service is not None
+        self._in_flight += 1
+        self._server.service.take(self, request)
+
+    def _frame_timed_out(self) -> None:
+        self._frame_deadline = None
+        self._server.warnings.warn("unfinished frame", pid=self._peer.pid)
+        detail = f"a frame was not finished within {self._config.frame_timeout_ms} ms"
+        self._write(w.encode_frame(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=detail)))
+        self.close()
+
+    def _stop_frame_clock(self) -> None:
+        if self._frame_deadline is not None:
+            self._frame_deadline.cancel()
+            self._frame_deadline = None
+
+    # --- service.Caller ------------------------------------------------------------------------
+
+    def send(self, message: w.AnyReply) -> None:
+        """Answer a request."""
+        self._in_flight -= 1
+        frame = w.encode_frame(message)
+        if len(frame) - w.LENGTH_BYTES > self._config.frame_bytes_max:
+            detail = f"the reply would have {len(frame)} bytes (frame_bytes_max); ask for less at a time"
+            frame = w.encode_frame(w.ErrorRep(id=message.id, reason=Reason.LIMIT_REACHED, detail=detail))
+        self._write(frame)
+
+    def writer_id(self) -> int:
+        """Return the id under which the client's process is watched, or 0."""
+        with self._socket() as sock:
+            return self._server.processes.writer_id(sock, self._peer)
+
+    def watch(self, session_id: str) -> bool:
+        """Push transitions to the client from now on."""
+        watchers = self._server.watchers
+        if self.conn_id not in watchers and len(watchers) >= self._config.watchers_max:
+            return False
+        self.watched_session_id = session_id
+        watchers[self.conn_id] = self
+        return True
+
+    def hand_over(self, message: w.MapBufferRep, fd: int) -> bool:
+        """Answer with a file descriptor, past the loop's own buffer, which must be empty for that."""
+        if self._transport is None or self._transport.get_write_buffer_size():
+            return False
+        self._in_flight -= 1
+        frame = w.encode_frame(message)
+        with self._socket() as sock:
+            try:
+                # A frame this small goes whole or not at all into an empty socket buffer.
+                if socket.send_fds(sock, [frame], [fd]) != len(frame):
+                    self.close()
+            except OSError:
+                self.close()
+        return True
+
+    # --- pushes --------------------------------------------------------------------------------
+
+    def push(self, message: w.SessionEnded) -> None:
+        """Tell the client something that it did not ask for."""
+        self._write(w.encode_frame(message))
+
+    def show(self, frame: bytes) -> None:
+        """Push a transition; to a client that does not read, as many as may wait, and a count of the rest."""
+        if not self._is_congested:
+            self._write(frame)
+        elif len(self._shown) < self._config.watch_queue_max:
+            self._shown.append(frame)
+        else:
+            self._num_lost += 1
+
+    def close(self) -> None:
+        """Close the connection once what was written is out."""
+        if self._transport is not None:
+            self._server.connections.pop(self.conn_id, None)
+            self._server.watchers.pop(self.conn_id, None)
+            self._transport.close()
+
+    def _write(self, frame: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(frame)
+        if transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
+            self._server.warnings.warn("client does not read", pid=self._peer.pid)
+            transport.abort()
+
+    def _socket(self) -> socket.socket:
+        """Return a socket object of one's own for the connection; the caller closes it."""
+        assert self._transport is not None
+        return socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))

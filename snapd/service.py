@@ -1,0 +1,476 @@
+"""Requests in, replies out: what each message of the protocol asks of the core.
+
+No sockets here: a ``Caller`` is whoever asks, and is answered now or later.
+
+Source: design, section 5.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from snapd import __version__
+from snapd import wire as w
+from snapd.config import Config
+from snapd.core import events as e
+from snapd.core.machine import view_session
+from snapd.core.session import Session
+from snapd.errors import Reason
+from snapd.executor import Executor
+from snapd.layout import Layout
+from snapd.units import NS_PER_MS
+
+_SHOWN_LIMITS: Final = (
+    "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
+    "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max", "watch_queue_max",
+    "frame_bytes_max", "frame_timeout_ms", "reply_buffer_bytes_max", "requests_in_flight_max",
+    "reserve_timeout_ms", "transfer_timeout_ms", "transfer_min_mb_per_s", "ready_ttl_ms", "lease_ms",
+    "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max", "log_queue_lines_max", "log_rotate_bytes",
+    "log_rotate_keep",
+)  # fmt: skip
+
+
+class Caller(Protocol):
+    """Whoever sends requests over one connection."""
+
+    conn_id: int
+
+    def send(self, message: w.AnyReply) -> None:
+        """Answer; does nothing once the caller is gone."""
+        ...
+
+    def writer_id(self) -> int:
+        """Return the id under which the caller's process is watched, or 0."""
+        ...
+
+    def watch(self, session_id: str) -> bool:
+        """Push transitions to the caller from now on; False: there are too many watchers."""
+        ...
+
+    def hand_over(self, message: w.MapBufferRep, fd: int) -> bool:
+        """Answer with a file descriptor; False: replies are still under way on this connection."""
+        ...
+
+
+class ArenaAccess(Protocol):
+    """What the service needs to know of an arena."""
+
+    rank: int
+    size_bytes: int
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda:N``."""
+        ...
+
+    def open_fd(self, *, writable: bool) -> int:
+        """Return a new file descriptor."""
+        ...
+
+
+class Service:
+    """Answers requests.
+
+    Args:
+        config: for the bounds that clients are told.
+        epoch: this life of the daemon.
+        executor: runs the core.
+        arenas: by rank, with the base pointer of each in the transport's address space.
+        transport_address: what a writer must know to reach them.
+        log_statistics: how the log fares.
+        counts: connections and watchers, now.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        epoch: str,
+        executor: Executor,
+        arenas: dict[int, tuple[ArenaAccess, int]],
+        transport_address: str,
+        log_statistics: Callable[[], w.LogStatistics],
+        counts: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._executor = executor
+        self._arenas = arenas
+        self._transport_address = transport_address
+        self._log_statistics = log_statistics
+        self._counts = counts
+        self._started_ns = executor.now_ns()
+        self._handlers: dict[type[w.Request], Callable[..., None]] = {
+            w.HelloReq: self._hello,
+            w.PingReq: self._ping,
+            w.DeclareLayoutReq: self._declare_layout,
+            w.SnapshotPrepareReceiveReqInput: self._prepare,
+            w.TransferStartedReq: self._transfer_started,
+            w.CommitReq: self._commit,
+            w.TransferFailedReq: self._transfer_failed,
+            w.AbortReq: self._abort,
+            w.DrainedReq: self._drained,
+            w.BeginIngestReq: self._begin_ingest,
+            w.VoteReq: self._vote,
+            w.LookupReq: self._lookup,
+            w.MapBufferReq: self._map_buffer,
+            w.GetReq: self._get,
+            w.ListReq: self._list,
+            w.StatsReq: self._stats,
+            w.WatchReq: self._watch,
+            w.DrainReq: self._drain,
+        }
+
+    def take(self, caller: Caller, request: w.AnyRequest) -> None:
+        """Answer *request*, now or, for a vote that waits for others, later."""
+        if isinstance(request, w.HandleRequest) and request.epoch not in ("", self._epoch):
+            detail = f"the handle is of epoch {request.epoch[:32]}; this is {self._epoch}"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.STALE_HANDLE, detail=detail))
+            return
+        self._handlers[type(request)](caller, request)
+
+    # --- hello, ping, layouts ------------------------------------------------------------------
+
+    def _hello(self, caller: Caller, request: w.HelloReq) -> None:
+        if request.protocol != w.PROTOCOL_VERSION:
+            detail = f"the daemon speaks protocol {w.PROTOCOL_VERSION}, the client {request.protocol}"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.INVALID_REQUEST, detail=detail))
+            return
+        config = self._config
+        caller.send(
+            w.HelloRep(
+                id=request.id,
+                protocol=w.PROTOCOL_VERSION,
+                epoch=self._epoch,
+                version=__version__,
+                arenas=tuple(
+                    w.ArenaOffer(
+                        rank=rank, device=arena.device, size_bytes=arena.size_bytes, base_ptr=base_ptr
+                    )
+                    for rank, (arena, base_ptr) in self._arenas.items()
+                ),
+                transport=config.transport,
+                transport_address=self._transport_address,
+                alignment_bytes=config.alignment_bytes,
+                frame_bytes_max=config.frame_bytes_max,
+                requests_in_flight_max=config.requests_in_flight_max,
+                page_keys_max=config.page_keys_max,
+                lease_ms=config.lease_ms,
+            )
+        )
+
+    def _ping(self, caller: Caller, request: w.PingReq) -> None:
+        caller.send(w.PingRep(id=request.id, epoch=self._epoch))
+
+    def _declare_layout(self, caller: Caller, request: w.DeclareLayoutReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.LayoutDeclared(at_ns=at_ns, cause_id=cause_id, rank=request.rank, layout=request.layout)
+
+        self._ask(caller, request, event)
+
+    # --- D -------------------------------------------------------------------------------------
+
+    def _prepare(self, caller: Caller, request: w.SnapshotPrepareReceiveReqInput) -> None:
+        writer_id = caller.writer_id() if request.is_only_writer else 0
+        handle = self._executor.new_handle()
+
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.PrepareAsked(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=handle,
+                session_id=request.session_id,
+                layout_fingerprint=request.layout_fingerprint,
+                num_tokens=request.num_tokens,
+                token_start=request.token_start,
+                token_digest=request.token_digest,
+                page_keys=request.page_keys,
+                ranks=request.ranks,
+                use_resident_hint=request.use_resident_hint,
+                conn_id=caller.conn_id,
+                writer_id=writer_id,
+            )
+
+        def on_result(result: e.Result) -> None:
+            caller.send(self._prepared(request.id, result))
+
+        self._executor.ask(event, on_result)
+
+    def _prepared(self, request_id: int, result: e.Result) -> w.AnyReply:
+        if isinstance(result, e.Granted):
+            expires_ms = (result.deadline_ns - self._executor.now_ns()) // NS_PER_MS
+            return w.SnapshotPrepareReceiveReqOutput(
+                id=request_id,
+                ok=True,
+                slab_handle=result.slab_handle,
+                num_tokens=result.num_tokens,
+                token_start=result.token_start,
+                resident_hint_tokens=result.resident_hint_tokens,
+                ranks=tuple(self._rank_grant(result.layout, shard) for shard in result.shards),
+                expires_ms=max(0, expires_ms),
+            )
+        if isinstance(result, e.Refused):
+            return w.SnapshotPrepareReceiveReqOutput(
+                id=request_id,
+                ok=False,
+                reason=result.reason,
+                detail=result.detail,
+                retry_after_ms=result.retry_after_ms,
+            )
+        return _unexpected(request_id, result)
+
+    def _rank_grant(self, layout: Layout, shard: e.ShardGrant) -> w.RankGrant:
+        num_layers = layout.num_layers
+        return w.RankGrant(
+            rank=shard.rank,
+            snapshot_buf_base_ptr=self._arenas[shard.rank][1],
+            k_layer_offsets=shard.plane_offsets_bytes[:num_layers],
+            v_layer_offsets=shard.plane_offsets_bytes[num_layers:],
+            stride_k_bytes=layout.k_stride_bytes,
+            stride_v_bytes=layout.v_stride_bytes,
+            extents=shard.extents,
+        )
+
+    def _transfer_started(self, caller: Caller, request: w.TransferStartedReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.TransferStarted(
+                at_ns=at_ns, cause_id=cause_id, slab_handle=request.slab_handle, conn_id=caller.conn_id
+            )
+
+        self._ask(caller, request, event)
+
+    def _commit(self, caller: Caller, request: w.CommitReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.RankCommitted(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=request.slab_handle,
+                rank=request.rank,
+                num_bytes=request.num_bytes,
+                num_tokens=request.num_tokens,
+                checksums=request.checksums,
+                conn_id=caller.conn_id,
+            )
+
+        self._ask(caller, request, event)
+
+    def _transfer_failed(self, caller: Caller, request: w.TransferFailedReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.TransferFailed(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=request.slab_handle,
+                reason=request.reason,
+                drained=request.drained,
+                rank=request.rank,
+            )
+
+        self._ask(caller, request, event)
+
+    def _abort(self, caller: Caller, request: w.AbortReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.AbortAsked(
+                at_ns=at_ns, cause_id=cause_id, slab_handle=request.slab_handle, drained=request.drained
+            )
+
+        self._ask(caller, request, event)
+
+    def _drained(self, caller: Caller, request: w.DrainedReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.WriterDrained(
+                at_ns=at_ns, cause_id=cause_id, slab_handle=request.slab_handle, rank=request.rank
+            )
+
+        self._ask(caller, request, event)
+
+    # --- P -------------------------------------------------------------------------------------
+
+    def _begin_ingest(self, caller: Caller, request: w.BeginIngestReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.LeaseAsked(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=request.slab_handle,
+                rank=request.rank,
+                layout_fingerprint=request.layout_fingerprint,
+                conn_id=caller.conn_id,
+            )
+
+        self._ask(caller, request, event)
+
+    def _vote(self, caller: Caller, request: w.VoteReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.VoteCast(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=request.slab_handle,
+                rank=request.rank,
+                lease_id=request.lease_id,
+                ok=request.ok,
+                reason=request.reason,
+                keep=request.keep,
+            )
+
+        self._ask(caller, request, event)
+
+    def _lookup(self, caller: Caller, request: w.LookupReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.LookupAsked(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                layout_fingerprint=request.layout_fingerprint,
+                session_id=request.session_id,
+                page_keys=request.page_keys,
+                resident_tokens=request.resident_tokens,
+            )
+
+        self._ask(caller, request, event)
+
+    # --- anybody -------------------------------------------------------------------------------
+
+    def _map_buffer(self, caller: Caller, request: w.MapBufferReq) -> None:
+        known = self._arenas.get(request.rank)
+        if known is None:
+            detail = f"there is no arena {request.rank}; there are {sorted(self._arenas)}"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_RANK, detail=detail))
+            return
+        arena = known[0]
+        try:
+            fd = arena.open_fd(writable=request.writable)
+        except OSError as error:
+            detail = f"no file descriptor for arena {request.rank}: {error.strerror}"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail))
+            return
+        try:
+            reply = w.MapBufferRep(id=request.id, rank=request.rank, size_bytes=arena.size_bytes)
+            if not caller.hand_over(reply, fd):
+                detail = "ask for a buffer on a connection of its own"
+                caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_STATE, detail=detail))
+        finally:
+            os.close(fd)
+
+    def _get(self, caller: Caller, request: w.GetReq) -> None:
+        view = self._executor.machine.view(request.slab_handle)
+        if view is None:
+            detail = f"no attempt {request.slab_handle} in this epoch"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.STALE_HANDLE, detail=detail))
+        else:
+            caller.send(w.GetRep(id=request.id, session=view, now_ns=self._executor.now_ns()))
+
+    def _list(self, caller: Caller, request: w.ListReq) -> None:
+        if not 1 <= request.limit <= w.LIST_MAX or request.offset < 0:
+            detail = f"limit must be 1 to {w.LIST_MAX} and offset not negative"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.INVALID_REQUEST, detail=detail))
+            return
+        states = set(request.states) or set(e.State) - e.FINAL_STATES
+
+        def is_wanted(session: Session) -> bool:
+            return session.state in states and request.session_id in ("", session.session_id)
+
+        # A pass over all attempts, but only one page of them is turned into views.
+        matching = [session for session in self._executor.machine.sessions() if is_wanted(session)]
+        page = itertools.islice(matching, request.offset, request.offset + request.limit)
+        caller.send(
+            w.ListRep(
+                id=request.id,
+                sessions=tuple(view_session(session) for session in page),
+                total=len(matching),
+                now_ns=self._executor.now_ns(),
+            )
+        )
+
+    def _stats(self, caller: Caller, request: w.StatsReq) -> None:
+        connections, watchers = self._counts()
+        now_ns = self._executor.now_ns()
+        caller.send(
+            w.StatsRep(
+                id=request.id,
+                version=__version__,
+                epoch=self._epoch,
+                pid=os.getpid(),
+                uptime_ms=(now_ns - self._started_ns) // NS_PER_MS,
+                now_ns=now_ns,
+                transport=self._config.transport,
+                connections=connections,
+                watchers=watchers,
+                requests_waiting=self._executor.num_waiting,
+                timers=self._executor.num_timers,
+                core=self._executor.machine.statistics(),
+                log=self._log_statistics(),
+                limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
+            )
+        )
+
+    def _watch(self, caller: Caller, request: w.WatchReq) -> None:
+        if caller.watch(request.session_id):
+            caller.send(w.AckRep(id=request.id))
+        else:
+            detail = f"{self._config.watchers_max} connections watch already (watchers_max)"
+            caller.send(w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail))
+
+    def _drain(self, caller: Caller, request: w.DrainReq) -> None:
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return e.DrainAsked(at_ns=at_ns, cause_id=cause_id, draining=request.draining)
+
+        self._ask(caller, request, event)
+
+    # --- results into replies ------------------------------------------------------------------
+
+    def _ask(self, caller: Caller, request: w.Request, event: Callable[[int, int], e.Event]) -> None:
+        request_id = request.id
+
+        def on_result(result: e.Result) -> None:
+            caller.send(self._reply(request_id, result))
+
+        self._executor.ask(event, on_result)
+
+    def _reply(self, request_id: int, result: e.Result) -> w.AnyReply:
+        match result:
+            case e.Accepted():
+                return w.AckRep(id=request_id, state=result.state, pending=result.pending)
+            case e.Refused():
+                return w.ErrorRep(
+                    id=request_id,
+                    reason=result.reason,
+                    detail=result.detail,
+                    retry_after_ms=result.retry_after_ms,
+                )
+            case e.Leased():
+                return self._lease(request_id, result)
+            case e.Decided():
+                return w.VoteRep(
+                    id=request_id, commit=result.commit, reason=result.reason, state=result.state
+                )
+            case e.Found():
+                return w.LookupRep(
+                    id=request_id,
+                    slab_handle=result.slab_handle,
+                    session_id=result.session_id,
+                    num_tokens=result.num_tokens,
+                    token_start=result.token_start,
+                    matched_tokens=result.matched_tokens,
+                    resident_hint_tokens=result.resident_hint_tokens,
+                    ranks=result.ranks,
+                )
+            case e.Declared():
+                return w.DeclareLayoutRep(id=request_id, layout_fingerprint=result.layout_fingerprint)
+        return _unexpected(request_id, result)
+
+    def _lease(self, request_id: int, result: e.Leased) -> w.BeginIngestRep:
+        lease_ms = (result.deadline_ns - self._executor.now_ns()) // NS_PER_MS
+        return w.BeginIngestRep(
+            id=request_id,
+            session_id=result.session_id,
+            lease_id=result.lease_id,
+            lease_ms=max(0, lease_ms),
+            num_tokens=result.num_tokens,
+            token_start=result.token_start,
+            token_digest=result.token_digest,
+            checksums=result.checksums,
+            grant=self._rank_grant(result.layout, result.shard),
+        )
+
+
+def _unexpected(request_id: int, result: e.Result) -> w.ErrorRep:
+    detail = f"unexpected {type(result).__name__}"
+    return w.ErrorRep(id=request_id, reason=Reason.INTERNAL_ERROR, detail=detail)

@@ -1,0 +1,1 @@
+"""The data plane: how bytes get from D into an arena."""

@@ -1,0 +1,89 @@
+"""Shared memory: D maps the host arena and copies. Needs no extra package.
+
+A copy is done when ``submit`` returns, so every ticket is final at once and drain is always
+proven. The exit of the process proves it as well: a mapping does not outlive it, and children
+do not inherit it.
+
+Source: design, section 7.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+from snapd.arena import HostArena
+from snapd.errors import TransportError
+from snapd.mapping import MappedArena
+from snapd.transport.base import TicketState, Write
+
+
+class ShmOfferer:
+    """The daemon's side. There is nothing to register: the file descriptor is all it takes."""
+
+    name = "shm"
+
+    def register(self, arena: HostArena) -> int:
+        """Return 0: a target pointer is an offset into the arena."""
+        del arena
+        return 0
+
+    def address(self) -> str:
+        """Return nothing: the control socket hands the arenas over."""
+        return ""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ShmWriter:
+    """D's side: plain copies into a mapped arena.
+
+    Args:
+        arena: mapped writable.
+        base_ptr: where the daemon says it starts.
+    """
+
+    def __init__(self, arena: MappedArena, base_ptr: int = 0) -> None:
+        self._arena = arena
+        self._base_ptr = base_ptr
+        self._tickets: set[int] = set()
+        self._last_ticket = 0
+
+    def submit(self, writes: Sequence[Write]) -> int:
+        """Copy, and return a ticket that is final already.
+
+        Raises:
+            TransportError: a write is outside the arena; nothing was copied.
+        """
+        for write in writes:
+            start = write.target_ptr - self._base_ptr
+            if write.size_bytes < 0 or start < 0 or start + write.size_bytes > self._arena.size_bytes:
+                raise TransportError(
+                    f"a write of {write.size_bytes} bytes at {start} is outside an arena of "
+                    f"{self._arena.size_bytes} bytes"
+                )
+        for write in writes:
+            target = self._arena.address + write.target_ptr - self._base_ptr
+            # Releases the interpreter lock while it copies.
+            ctypes.memmove(target, write.source_address, write.size_bytes)
+        self._last_ticket += 1
+        self._tickets.add(self._last_ticket)
+        return self._last_ticket
+
+    def poll(self, ticket: int) -> TicketState:
+        """Return ``DONE`` once.
+
+        Raises:
+            TransportError: there is no such ticket, or its end was told already.
+        """
+        if ticket not in self._tickets:
+            raise TransportError(f"no ticket {ticket}")
+        self._tickets.discard(ticket)
+        return TicketState.DONE
+
+    def is_drained(self) -> bool:
+        """Return True: no copy is ever under way between calls."""
+        return True
+
+    def close(self) -> None:
+        """Unmap the arena."""
+        self._arena.close()
