@@ -220,7 +220,7 @@ class LogFile:
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
-                self._lock(fd)
+                self._lock(fd, fcntl.LOCK_EX)
                 if self._names(fd):
                     kept, fd = fd, -1
                     return kept
@@ -229,9 +229,9 @@ class LogFile:
                     os.close(fd)
         raise OSError(errno.EAGAIN, "it is being renamed all the time")
 
-    def _lock(self, fd: int) -> None:
+    def _lock(self, fd: int, kind: int) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StartupError(
                 f"the event log {self._path} is being written by another daemon. Stop that one, or give this "
@@ -244,7 +244,7 @@ class LogFile:
         except FileNotFoundError:
             return
         try:
-            self._lock(fd)
+            self._lock(fd, fcntl.LOCK_SH)
         finally:
             os.close(fd)
 

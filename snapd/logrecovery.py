@@ -18,7 +18,7 @@ import msgspec
 from snapd.core.events import FINAL_STATES, State
 from snapd.core.records import DaemonStarted, DaemonStopped, Record, SessionTransition, SyncOutcome
 from snapd.errors import Reason
-from snapd.eventlog import Header, Line, decode_line
+from snapd.eventlog import Line, decode_line
 from snapd.logfile import rotated_path
 from snapd.units import KIB, MIB, MS_PER_S
 
@@ -32,7 +32,11 @@ _CLOSING_LINES: Final = 4
 _HEADER: Final = re.compile(
     rb'\{"ts":([0-9]+\.[0-9]+),"at_ns":\d+,"seq":\d+,"epoch":"([^"\\]*)","event":"([^"\\]*)"'
 )
-_MATTERING: Final = frozenset({b"session.transition", b"sync.outcome", b"daemon.stopped"})
+_mattering: Final[dict[bytes, msgspec.json.Decoder[Record]]] = {
+    b"session.transition": msgspec.json.Decoder(SessionTransition),
+    b"sync.outcome": msgspec.json.Decoder(SyncOutcome),
+    b"daemon.stopped": msgspec.json.Decoder(DaemonStopped),
+}
 
 
 class OpenAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,9 +170,9 @@ class _Open:
         self.entered: list[tuple[str, float]] = []
         self.spent_ms: dict[str, float] = {}
 
-    def enter(self, header: Header, record: SessionTransition) -> None:
+    def enter(self, record: SessionTransition, ts: float) -> None:
         self.last = record
-        self.entered.append((record.to_state, header.ts))
+        self.entered.append((record.to_state, ts))
         if record.from_state:
             self.spent_ms[record.from_state] = max(record.duration_ms, 0.0)
 
@@ -199,48 +203,63 @@ class _Reading:
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], _Open] = {}
         self._ended_ts: dict[str, float] = {}
+        self._raw_epoch = b""
         self._epoch = ""
+        self._raw_ts: bytes | float = 0.0  # of the line before; made a number when its epoch is over
         self._stopped = False
 
     def take(self, raw: bytes) -> None:
+        # Most lines are told apart by their first bytes, and never decoded.
         match = _HEADER.match(raw)
         if match is not None:
-            # Most lines are told apart by their first bytes and not decoded.
-            self._note(match[2].decode(errors="replace"), float(match[1]))
-            if match[3] not in _MATTERING:
+            ts, epoch, event = match.groups()
+            self._note(epoch, ts)
+            decoder = _mattering.get(event)
+            if decoder is None:
                 return
-        line = decode_line(raw)
-        if isinstance(line, Line):
-            self._note(line.header.epoch, line.header.ts)
-            self._apply(line.header, line.record)
+            try:
+                self._apply(decoder.decode(raw), float(ts))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return
+        else:
+            line = decode_line(raw)
+            if isinstance(line, Line):
+                self._note(line.header.epoch.encode(), line.header.ts)
+                self._apply(line.record, line.header.ts)
 
     def result(self) -> FormerEpoch | None:
         if not self._epoch or self._stopped:
             return None
+        self._ended_ts[self._epoch] = float(self._raw_ts)
         attempts = tuple(
             attempt.result(self._ended_ts.get(attempt.epoch, attempt.entered[-1][1]))
             for attempt in self._open.values()
         )
         return FormerEpoch(epoch=self._epoch, ended_ts=self._ended_ts[self._epoch], attempts=attempts)
 
-    def _note(self, epoch: str, ts: float) -> None:
-        if epoch != self._epoch:
+    def _note(self, raw_epoch: bytes, raw_ts: bytes | float) -> None:
+        if raw_epoch != self._raw_epoch:
             # Epochs follow each other; keep the end of those only that left something open.
-            kept = {key[0] for key in self._open}
-            self._ended_ts = {name: end for name, end in self._ended_ts.items() if name in kept}
-        self._epoch = epoch
-        self._ended_ts[epoch] = ts
+            left_open = {key[0] for key in self._open}
+            self._ended_ts[self._epoch] = float(self._raw_ts)
+            self._ended_ts = {name: end for name, end in self._ended_ts.items() if name in left_open}
+            self._raw_epoch = raw_epoch
+            self._epoch = raw_epoch.decode(errors="replace")
+        self._raw_ts = raw_ts
         self._stopped = False
 
-    def _apply(self, header: Header, record: Record) -> None:
+    def _apply(self, record: Record, ts: float) -> None:
         if isinstance(record, DaemonStopped):
             self._open.clear()
             self._stopped = True
         elif isinstance(record, SessionTransition):
-            key = (record.former_epoch or header.epoch, record.slab_handle)
-            self._open.setdefault(key, _Open(key[0])).enter(header, record)
+            key = (record.former_epoch or self._epoch, record.slab_handle)
+            attempt = self._open.get(key)
+            if attempt is None:
+                attempt = self._open[key] = _Open(key[0])
+            attempt.enter(record, ts)
         elif isinstance(record, SyncOutcome):
-            self._open.pop((record.former_epoch or header.epoch, record.slab_handle), None)
+            self._open.pop((record.former_epoch or self._epoch, record.slab_handle), None)
 
 
 def _since_ms(begin_ts: float, end_ts: float) -> float:

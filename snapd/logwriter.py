@@ -159,7 +159,8 @@ class LogWriter:
                 self._failed(error)
             except Exception as error:
                 # A bug, not a disk; the thread lives on, and the lines are kept as for a disk.
-                _logger.exception("the event log's writer failed unexpectedly")
+                if self.failure is None:
+                    _logger.exception("the event log's writer failed unexpectedly")
                 self._failed(OSError(f"{type(error).__name__}: {error}"))
         self._file.close()
 
@@ -204,11 +205,15 @@ class LogWriter:
             self._queued_bytes -= whole_bytes
             self._lines_written += done
             self._bytes_written += whole_bytes
-            if error is None:
-                self._worked()
+            recovered = error is None and self.failure is not None
+            if recovered:
+                self.failure = None
             self._on_room()
         if error is not None:
             raise error
+        if recovered:
+            # Not under the lock: nobody but this thread may wait for whoever reads our stderr.
+            self._warn("recover", f"the event log {self._path} is being written again")
 
     def _next_batch(self) -> list[bytes]:
         """Return the lines for one write: as many as fit in a batch and in the file, at least one."""
@@ -254,11 +259,6 @@ class LogWriter:
             self._back_off_s = min(self._back_off_s * 2, BACK_OFF_S_MAX)
         with self.lock:
             self.failure = error
-
-    def _worked(self) -> None:
-        if self.failure is not None:
-            self.failure = None
-            self._warn("recover", f"the event log {self._path} is being written again")
 
     def _count_error(self, error: _Trouble) -> None:
         with self.lock:

@@ -342,7 +342,9 @@ class Service:
             caller.send(w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail))
             return
         try:
-            reply = w.MapBufferRep(id=request.id, rank=request.rank, size_bytes=arena.size_bytes)
+            reply = w.MapBufferRep(
+                id=request.id, rank=request.rank, size_bytes=arena.size_bytes, epoch=self._epoch
+            )
             if not caller.hand_over(reply, fd):
                 detail = "ask for a buffer on a connection of its own"
                 caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_STATE, detail=detail))

@@ -354,6 +354,7 @@ class MapBufferRep(Reply, frozen=True, kw_only=True):
 
     rank: int
     size_bytes: int
+    epoch: str
 
 
 class GetReq(HandleRequest, frozen=True, kw_only=True):

@@ -1,0 +1,377 @@
+"""D's side: brings a session's snapshot into the daemon's buffer.
+
+The bytes go from the kv_pool's slots straight into the mapped arena and are summed on the way.
+Everything can be done in bounded steps, so that a scheduler loop need not wait for a whole push.
+
+Source: design, section 8.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import torch
+
+from snapd.client import Client, Grant
+from snapd.errors import (
+    ConnectionProblem,
+    InvalidRequest,
+    LayoutMismatch,
+    Reason,
+    RequestError,
+    SnapdError,
+    TransportError,
+)
+from snapd.kv.checksum import PlaneChecksum, plane_checksum
+from snapd.kv.copy import GatherJob
+from snapd.kv.pool import KVPool
+from snapd.kv.slabs import Slabs, addresses
+from snapd.layout import Namespace, fingerprint, page_keys, snapshot_bytes, token_digest
+from snapd.transport.base import TicketState, Write
+from snapd.transport.shm import ShmWriter
+from snapd.units import MS_PER_S
+
+STEP_BYTES: Final = 64 * 1024 * 1024
+
+
+class PushResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a push ended on D's side.
+
+    Attributes:
+        ok: committed on every rank: the snapshot is READY.
+        reason: why not.
+        detail: the same, for a person.
+        retry_after_ms: when the daemon said to try again; 0: it did not.
+        slab_handle: the attempt, 0 if there was none.
+        num_tokens, token_start: what was sent.
+        bytes: payload bytes written, over all ranks.
+        gather_ms: time spent moving and summing bytes.
+        total_ms: from the request to the last commit.
+    """
+
+    ok: bool
+    reason: Reason
+    detail: str = ""
+    retry_after_ms: int = 0
+    slab_handle: int = 0
+    num_tokens: int = 0
+    token_start: int = 0
+    bytes: int = 0
+    gather_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class Pusher:
+    """Pushes snapshots out of the kv_pools of this process, one a rank.
+
+    Args:
+        client: the control connection.
+        pools: by P rank; all of one layout.
+        namespace: model, LoRA, salt, weight version, tenant: as P has it.
+        send_page_keys: let P find the snapshot by prefix too.
+
+    Raises:
+        LayoutMismatch: the pools differ.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        pools: Mapping[int, KVPool],
+        namespace: Namespace = Namespace(),  # noqa: B008 - frozen
+        *,
+        send_page_keys: bool = True,
+    ) -> None:
+        layouts = {pool.layout(namespace) for pool in pools.values()}
+        if len(layouts) != 1:
+            raise LayoutMismatch(
+                f"the pools of {len(pools)} ranks have {len(layouts)} layouts; one is wanted"
+            )
+        self.layout = layouts.pop()
+        self.layout_fingerprint = fingerprint(self.layout)
+        self.client = client
+        self.pools = dict(sorted(pools.items()))
+        self._send_page_keys = send_page_keys
+        self._slabs = Slabs(client, writable=True)
+
+    def prepare(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        token_start: int = 0,
+        use_resident_hint: bool = True,
+    ) -> Grant:
+        """Ask for a slab for tokens ``[token_start, len(token_ids))``.
+
+        With *use_resident_hint* the grant may start later: at what P is believed to hold already.
+
+        Raises:
+            RequestError: refused; ``BufferFull`` says when to try again.
+            ConnectionProblem: the daemon cannot be asked.
+        """
+        page_size_tokens = self.layout.page_size_tokens
+        return self.client.prepare_receive(
+            session_id,
+            len(token_ids) - token_start,
+            self.layout_fingerprint,
+            token_start=token_start,
+            token_digest=token_digest(token_ids),
+            page_keys=page_keys(token_ids, page_size_tokens) if self._send_page_keys else (),
+            ranks=tuple(self.pools),
+            use_resident_hint=use_resident_hint,
+            is_only_writer=True,
+        )
+
+    def push(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        slots: torch.Tensor,
+        *,
+        token_start: int = 0,
+        use_resident_hint: bool = True,
+    ) -> PushResult:
+        """Bring a snapshot over, and return when it is READY or will not be.
+
+        Args:
+            session_id: the conversation.
+            token_ids: all its tokens from the first on; the last has its KV in the pool too.
+            slots: where each token's KV is, int64, shape [len(token_ids)], the same on every rank.
+            token_start: first token to send; a multiple of the page size.
+            use_resident_hint: send only what P is believed to lack.
+
+        Raises:
+            InvalidRequest: *slots* do not fit; nothing was asked of the daemon.
+        """
+        job = self.start(
+            session_id, token_ids, slots, token_start=token_start, use_resident_hint=use_resident_hint
+        )
+        while not job.step(STEP_BYTES):
+            pass
+        return job.result
+
+    def start(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        slots: torch.Tensor,
+        *,
+        token_start: int = 0,
+        use_resident_hint: bool = True,
+    ) -> "PushJob":
+        """Begin a push that is done in steps; arguments and errors as for ``push``."""
+        for pool in self.pools.values():
+            pool.check_slots(slots, len(token_ids))
+        return PushJob(self, self._slabs, session_id, token_ids, slots, token_start, use_resident_hint)
+
+    def push_planes(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        planes: Mapping[int, Sequence[torch.Tensor]],
+        checksums: Mapping[int, Sequence[PlaneChecksum]] | None = None,
+        *,
+        token_start: int = 0,
+    ) -> PushResult:
+        """Bring over planes that were gathered before: one write a plane.
+
+        Args:
+            session_id: the conversation.
+            token_ids: all its tokens from the first on.
+            planes: by rank; uint8 on the CPU, shape [(len(token_ids) - token_start) * stride_bytes] each.
+            checksums: of the planes, by rank; computed here when missing.
+            token_start: the first token of the planes.
+        """
+        started_s = time.monotonic()
+        try:
+            grant = self.prepare(session_id, token_ids, token_start=token_start, use_resident_hint=False)
+        except (RequestError, ConnectionProblem) as error:
+            return refused(error)
+        try:
+            self.client.transfer_started(grant.slab_handle, epoch=grant.epoch)
+            for rank_grant in grant.ranks:
+                source = planes[rank_grant.rank]
+                target = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
+                if [plane.numel() for plane in source] != [plane.numel() for plane in target]:
+                    raise InvalidRequest(f"rank {rank_grant.rank}: the planes are not those of the layout")
+                sums = (
+                    checksums[rank_grant.rank] if checksums else [plane_checksum(plane) for plane in source]
+                )
+                self._write(rank_grant.rank, grant, source, target)
+                self._commit(grant, rank_grant.rank, sums)
+        except SnapdError as error:
+            return self.give_up(grant, error)
+        return PushResult(
+            ok=True,
+            reason=Reason.OK,
+            slab_handle=grant.slab_handle,
+            num_tokens=grant.num_tokens,
+            token_start=grant.token_start,
+            bytes=snapshot_bytes(self.layout, grant.num_tokens) * len(grant.ranks),
+            total_ms=(time.monotonic() - started_s) * MS_PER_S,
+        )
+
+    def _write(
+        self, rank: int, grant: Grant, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]
+    ) -> None:
+        arena = self._slabs.arena(rank, grant.epoch)
+        writer = ShmWriter(arena)
+        ticket = writer.submit(
+            [
+                Write(from_address, to_address - arena.address, plane.numel())
+                for from_address, to_address, plane in zip(
+                    addresses(source), addresses(target), source, strict=True
+                )
+            ]
+        )
+        if writer.poll(ticket) is not TicketState.DONE:
+            raise TransportError(f"rank {rank}: the write failed")
+
+    def _commit(self, grant: Grant, rank: int, checksums: Sequence[PlaneChecksum]) -> None:
+        self.client.commit(
+            grant.slab_handle,
+            rank,
+            snapshot_bytes(self.layout, grant.num_tokens),
+            grant.num_tokens,
+            tuple(checksums),
+            epoch=grant.epoch,
+        )
+
+    def give_up(self, grant: Grant, error: SnapdError) -> PushResult:
+        """End an attempt that went wrong here, with drain proof: no copy is under way between calls."""
+        reason = error.reason if isinstance(error, RequestError) else Reason.TRANSFER_FAILED
+        try:
+            # An attempt that has ended already takes this as drain proof.
+            self.client.transfer_failed(grant.slab_handle, drained=True, epoch=grant.epoch)
+        except (RequestError, ConnectionProblem):
+            # It has ended, or its deadline will end it; quarantine covers what cannot be said.
+            pass
+        return PushResult(
+            ok=False,
+            reason=reason,
+            detail=str(error),
+            slab_handle=grant.slab_handle,
+            num_tokens=grant.num_tokens,
+            token_start=grant.token_start,
+        )
+
+    def close(self) -> None:
+        """Unmap the arenas; the client stays open."""
+        self._slabs.close()
+
+
+class PushJob:
+    """A push under way. Made by ``Pusher.start``; ``step`` until it says that it is done."""
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        slabs: Slabs,
+        session_id: str,
+        token_ids: Sequence[int],
+        slots: torch.Tensor,
+        token_start: int,
+        use_resident_hint: bool,
+    ) -> None:
+        self._pusher = pusher
+        self._slabs = slabs
+        self._started_s = time.monotonic()
+        self._gather_s = 0.0
+        self._result: PushResult | None = None
+        self._gather: GatherJob | None = None
+        self._rank_index = 0
+        try:
+            self.grant: Grant | None = pusher.prepare(
+                session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
+            )
+        except (RequestError, ConnectionProblem) as error:
+            self.grant = None
+            self._result = refused(error)
+            return
+        self._slots = slots[self.grant.token_start :]
+        try:
+            pusher.client.transfer_started(self.grant.slab_handle, epoch=self.grant.epoch)
+        except SnapdError as error:
+            self._result = pusher.give_up(self.grant, error)
+
+    @property
+    def done(self) -> bool:
+        """The push has ended, one way or the other."""
+        return self._result is not None
+
+    @property
+    def result(self) -> PushResult:
+        """How it ended.
+
+        Raises:
+            InvalidRequest: it has not.
+        """
+        if self._result is None:
+            raise InvalidRequest("the push is not done: step it until it is")
+        return self._result
+
+    def step(self, max_bytes: int) -> bool:
+        """Move up to *max_bytes* (at least one piece); return whether the push has ended."""
+        if self._result is not None or self.grant is None:
+            return True
+        try:
+            self._check_still_wanted(self.grant)
+            self._advance(self.grant, max_bytes)
+        except SnapdError as error:
+            self._result = self._pusher.give_up(self.grant, error)
+        return self.done
+
+    def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
+        """End the push from D's side, for instance because the session's KV is being evicted."""
+        if self._result is None and self.grant is not None:
+            client = self._pusher.client
+            try:
+                client.transfer_failed(
+                    self.grant.slab_handle, reason=reason, drained=True, epoch=self.grant.epoch
+                )
+            except (RequestError, ConnectionProblem):
+                pass
+            self._result = PushResult(ok=False, reason=reason, slab_handle=self.grant.slab_handle)
+        return self.result
+
+    def _check_still_wanted(self, grant: Grant) -> None:
+        for ended in self._pusher.client.take_ended():
+            if ended.slab_handle == grant.slab_handle:
+                raise RequestError("the attempt was ended while it was being written", reason=ended.reason)
+
+    def _advance(self, grant: Grant, max_bytes: int) -> None:
+        pusher = self._pusher
+        rank_grant = grant.ranks[self._rank_index]
+        started_s = time.monotonic()
+        if self._gather is None:
+            planes = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
+            self._gather = GatherJob(pusher.pools[rank_grant.rank], self._slots, planes)
+        is_gathered = self._gather.step(max_bytes)
+        self._gather_s += time.monotonic() - started_s
+        if not is_gathered:
+            return
+        pusher._commit(grant, rank_grant.rank, self._gather.checksums)
+        self._gather = None
+        self._rank_index += 1
+        if self._rank_index == len(grant.ranks):
+            self._result = PushResult(
+                ok=True,
+                reason=Reason.OK,
+                slab_handle=grant.slab_handle,
+                num_tokens=grant.num_tokens,
+                token_start=grant.token_start,
+                bytes=snapshot_bytes(pusher.layout, grant.num_tokens) * len(grant.ranks),
+                gather_ms=self._gather_s * MS_PER_S,
+                total_ms=(time.monotonic() - self._started_s) * MS_PER_S,
+            )
+
+
+def refused(error: RequestError | ConnectionProblem) -> PushResult:
+    """Return the result of a push that got no grant."""
+    if isinstance(error, RequestError):
+        return PushResult(
+            ok=False, reason=error.reason, detail=str(error), retry_after_ms=error.retry_after_ms
+        )
+    return PushResult(ok=False, reason=Reason.TRANSFER_FAILED, detail=str(error))

@@ -1,0 +1,100 @@
+"""Slabs as tensors: a client's mapped arenas, and the planes of a grant in them.
+
+A grant is checked against the arena before a byte is touched: a manifest that points outside its
+own extents is refused on this side too.
+
+Source: design, sections 4 and 8.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from snapd.client import Client
+from snapd.errors import InvalidRequest, StaleHandle
+from snapd.mapping import MappedArena
+from snapd.wire import RankGrant
+
+
+class Slabs:
+    """Maps arenas when they are first needed, and again after the daemon was restarted.
+
+    Args:
+        client: asks for the buffers.
+        writable: map for writing (D) or for reading only (P).
+    """
+
+    def __init__(self, client: Client, *, writable: bool) -> None:
+        self._client = client
+        self._writable = writable
+        self._arenas: dict[int, MappedArena] = {}
+
+    def arena(self, rank: int, epoch: str) -> MappedArena:
+        """Return the arena of *rank* as it was in *epoch*.
+
+        Raises:
+            StaleHandle: the daemon is in another epoch by now; nothing granted before may be touched.
+            RequestError: there is no such arena.
+            ConnectionProblem: the daemon cannot be asked.
+        """
+        known = self._arenas.get(rank)
+        if known is not None and known.epoch == epoch:
+            return known
+        if known is not None:
+            del self._arenas[rank]
+            known.close()
+        arena = self._client.map_buffer(rank, writable=self._writable)
+        if arena.epoch != epoch:
+            arena.close()
+            raise StaleHandle(f"the daemon was restarted: its epoch is {arena.epoch}, the grant's {epoch}")
+        self._arenas[rank] = arena
+        return arena
+
+    def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> list[torch.Tensor]:
+        """Return the planes of a shard, K of all layers and then V of all layers.
+
+        Each is uint8 of shape [num_tokens * stride_bytes] and shares the arena's memory. They are valid until
+        ``close``, or until the arena is mapped anew.
+
+        Raises:
+            InvalidRequest: a plane lies outside the grant's extents, or those outside the arena.
+            StaleHandle: the daemon is in another epoch by now.
+        """
+        arena = self.arena(grant.rank, epoch)
+        extents = sorted(grant.extents)
+        if extents and (extents[0].offset_bytes < 0 or extents[-1].end_bytes > arena.size_bytes):
+            raise InvalidRequest(f"the grant leaves arena {grant.rank} of {arena.size_bytes} bytes")
+        offsets = (*grant.k_layer_offsets, *grant.v_layer_offsets)
+        stride_bytes = (*grant.stride_k_bytes, *grant.stride_v_bytes)
+        if len(offsets) != len(stride_bytes):
+            raise InvalidRequest(f"the grant has {len(offsets)} planes and {len(stride_bytes)} widths")
+        planes: list[torch.Tensor] = []
+        for offset, width in zip(offsets, stride_bytes, strict=True):
+            size_bytes = width * num_tokens
+            if size_bytes <= 0 or not any(
+                extent.offset_bytes <= offset and offset + size_bytes <= extent.end_bytes
+                for extent in extents
+            ):
+                raise InvalidRequest(f"a plane of {size_bytes} bytes at {offset} leaves the grant's extents")
+            planes.append(_tensor(arena.address + offset, size_bytes))
+        return planes
+
+    def close(self) -> None:
+        """Unmap everything. Planes that were handed out must not be used any more."""
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+
+def _tensor(address: int, size_bytes: int) -> torch.Tensor:
+    """Return *size_bytes* of this process's memory as a tensor.
+
+    By address, as a buffer of a mapping that is read-only makes torch warn at every use.
+    """
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def addresses(planes: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each plane's first byte is in this process."""
+    return [plane.data_ptr() for plane in planes]
