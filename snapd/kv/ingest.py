@@ -6,6 +6,7 @@ decided, never reaches the tree: its slots go back.
 Source: design, sections 3 and 8.
 """
 
+import contextlib
 import enum
 import time
 from collections.abc import Sequence
@@ -209,7 +210,7 @@ class IngestJob:
         )
 
     def step(self, max_bytes: int) -> bool:
-        """Go on without waiting: move up to *max_bytes*, or look for the decision; return whether it ended."""
+        """Move up to *max_bytes*, or look for the decision, without waiting; return whether it ended."""
         try:
             if self._phase is _Phase.SCATTER:
                 self._step_scatter(max_bytes)
@@ -288,7 +289,8 @@ class IngestJob:
         self._finish(Reason.OK)
 
     def _vote_no(self, reason: Reason, *, keep: bool) -> None:
-        try:
+        # The lease's deadline says no as well.
+        with contextlib.suppress(SnapdError):
             self.decision = self._in.client.vote(
                 self._handle,
                 self._in.rank,
@@ -298,9 +300,6 @@ class IngestJob:
                 keep=keep,
                 epoch=self._epoch,
             )
-        except SnapdError:
-            # The lease's deadline says no as well.
-            pass
         self._finish(reason)
 
     def _fail(self, error: SnapdError) -> None:
@@ -360,7 +359,7 @@ class _VerifiedScatter:
         skips_bytes = [width * skip_tokens for width in strides_bytes]
         self._whole: tuple[PlaneChecksum, ...] | None = None
         if any(skip_bytes % _WORD_BYTES for skip_bytes in skips_bytes):
-            # The cut is inside a word. Sum and scatter a private copy, so that what is summed is what is used.
+            # The cut is inside a word: sum and scatter a private copy, so that what is summed is used.
             planes = [plane.clone() for plane in planes]
             self._whole = tuple(plane_checksum(plane) for plane in planes) if verify else ()
         self._heads = [plane[:skip] for plane, skip in zip(planes, skips_bytes, strict=True)]

@@ -6,6 +6,7 @@ Everything can be done in bounded steps, so that a scheduler loop need not wait 
 Source: design, section 8.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -200,7 +201,7 @@ class Pusher:
                     checksums[rank_grant.rank] if checksums else [plane_checksum(plane) for plane in source]
                 )
                 self._write(rank_grant.rank, grant, source, target)
-                self._commit(grant, rank_grant.rank, sums)
+                self.commit(grant, rank_grant.rank, sums)
         except SnapdError as error:
             return self.give_up(grant, error)
         return PushResult(
@@ -229,7 +230,8 @@ class Pusher:
         if writer.poll(ticket) is not TicketState.DONE:
             raise TransportError(f"rank {rank}: the write failed")
 
-    def _commit(self, grant: Grant, rank: int, checksums: Sequence[PlaneChecksum]) -> None:
+    def commit(self, grant: Grant, rank: int, checksums: Sequence[PlaneChecksum]) -> None:
+        """Say that every write of one rank's shard is final."""
         self.client.commit(
             grant.slab_handle,
             rank,
@@ -242,12 +244,10 @@ class Pusher:
     def give_up(self, grant: Grant, error: SnapdError) -> PushResult:
         """End an attempt that went wrong here, with drain proof: no copy is under way between calls."""
         reason = error.reason if isinstance(error, RequestError) else Reason.TRANSFER_FAILED
-        try:
-            # An attempt that has ended already takes this as drain proof.
+        # An attempt that has ended already takes this as drain proof. If it cannot be said, the deadline
+        # ends the attempt and the quarantine covers it.
+        with contextlib.suppress(RequestError, ConnectionProblem):
             self.client.transfer_failed(grant.slab_handle, drained=True, epoch=grant.epoch)
-        except (RequestError, ConnectionProblem):
-            # It has ended, or its deadline will end it; quarantine covers what cannot be said.
-            pass
         return PushResult(
             ok=False,
             reason=reason,
@@ -327,12 +327,10 @@ class PushJob:
         """End the push from D's side, for instance because the session's KV is being evicted."""
         if self._result is None and self.grant is not None:
             client = self._pusher.client
-            try:
+            with contextlib.suppress(RequestError, ConnectionProblem):
                 client.transfer_failed(
                     self.grant.slab_handle, reason=reason, drained=True, epoch=self.grant.epoch
                 )
-            except (RequestError, ConnectionProblem):
-                pass
             self._result = PushResult(ok=False, reason=reason, slab_handle=self.grant.slab_handle)
         return self.result
 
@@ -352,7 +350,7 @@ class PushJob:
         self._gather_s += time.monotonic() - started_s
         if not is_gathered:
             return
-        pusher._commit(grant, rank_grant.rank, self._gather.checksums)
+        pusher.commit(grant, rank_grant.rank, self._gather.checksums)
         self._gather = None
         self._rank_index += 1
         if self._rank_index == len(grant.ranks):

@@ -1,0 +1,1 @@
+"""Benchmarks, generators and checks that are not part of the package."""
