@@ -47,6 +47,7 @@ EXIT_INTERNAL_ERROR: Final = 70
 EXIT_SECOND_SIGNAL: Final = 128 + signal.SIGTERM
 _LOG_CLOSE_S: Final = 5.0
 _DRAIN_POLL_S: Final = 0.02
+_CLOSING_CHUNK: Final = 1_000
 _ACCEPT_BACKLOG: Final = 256
 
 
@@ -136,7 +137,7 @@ async def _serve(config: Config) -> int:
             lambda: _log_statistics(config, log),
             lambda: (len(server.connections), len(server.watchers)),
         )
-        _write_started(config, log, executor, arenas)
+        await _write_started(config, log, executor, arenas)
         await stack.enter_async_context(_listening(config, server, loop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.on_signal, number)
@@ -169,7 +170,7 @@ async def _drain(config: Config, executor: Executor) -> None:
     executor.post(lambda at_ns: e.StopAsked(at_ns=at_ns))
 
 
-def _write_started(
+async def _write_started(
     config: Config, log: EventLog, executor: Executor, arenas: dict[int, tuple[ArenaAccess, int]]
 ) -> None:
     """Write the first line of the epoch, then close what the former one left open."""
@@ -193,8 +194,25 @@ def _write_started(
             closed_attempts=len(former.attempts) if former else 0,
         )
     )
-    for record in closing_records(former, now_ns) if former else ():
+    for number, record in enumerate(closing_records(former, now_ns) if former else ()):
+        # There may be more of them than the queue takes; nobody is served yet, so it can be waited for.
+        if number % _CLOSING_CHUNK == 0:
+            await _until_queue_is_short(config, log)
         log.write(record)
+
+
+async def _until_queue_is_short(config: Config, log: EventLog) -> None:
+    """Wait until most of the log's queue is free; not for long on a disk that does not take anything."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + _LOG_CLOSE_S
+    while loop.time() < deadline_s:
+        statistics = log.statistics()
+        lines_left = config.log_queue_lines_max - statistics.queued_lines
+        bytes_left = config.log_queue_bytes_max - statistics.queued_bytes
+        lines_wanted = min(2 * _CLOSING_CHUNK, config.log_queue_lines_max // 2)
+        if lines_left > lines_wanted and bytes_left > config.log_queue_bytes_max // 2:
+            return
+        await asyncio.sleep(_DRAIN_POLL_S)
 
 
 def _write_stopped(log: EventLog, executor: Executor, stop: _Stop) -> None:

@@ -29,6 +29,9 @@ LINE_TYPES: Final[dict[str, type[Record]]] = {
 }
 # ts, at_ns and seq at their longest, and the punctuation; the epoch and the event's name come on top.
 _HEADER_BYTES_MAX: Final = 128
+_WHY_CHARS_MAX: Final = 256
+# An events.dropped line at its longest, but for the epoch.
+_REPORT_BYTES_MAX: Final = _HEADER_BYTES_MAX + _WHY_CHARS_MAX + 128
 
 
 class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +121,9 @@ class EventLog:
         self._wall_clock = wall_clock
         self._encode = msgspec.json.Encoder().encode
         self._templates = {cls: _Template(event, epoch) for event, cls in LINE_TYPES.items()}
-        self._header_bytes_max = _HEADER_BYTES_MAX + len(msgspec.json.encode(epoch))
+        epoch_bytes = len(msgspec.json.encode(epoch))
+        self._header_bytes_max = _HEADER_BYTES_MAX + epoch_bytes
+        self._report_bytes_max = _REPORT_BYTES_MAX + epoch_bytes
         self._seq = 0
         self._offered = 0
         self._dropped = 0
@@ -207,19 +212,14 @@ class EventLog:
     def _report_drops(self, with_bytes: int = 0) -> None:
         """Queue the count of what was dropped, if it and *with_bytes* more have room. Lock held."""
         lines = 2 if with_bytes else 1
-        if not self._unreported or not self._writer.has_room(self._header_bytes_max + with_bytes, lines):
+        if not self._unreported or not self._writer.has_room(self._report_bytes_max + with_bytes, lines):
             return
-        record = EventsDropped(
-            at_ns=self._unreported_at_ns, count=self._unreported, why=",".join(sorted(self._unreported_why))
-        )
-        body = self._encode(record)
-        size_bytes = len(body) + self._header_bytes_max + with_bytes
-        if not self._writer.has_room(size_bytes, lines):
-            return
+        why = ",".join(sorted(self._unreported_why))[:_WHY_CHARS_MAX]
+        record = EventsDropped(at_ns=self._unreported_at_ns, count=self._unreported, why=why)
         self._drop_reports += 1
         self._unreported = 0
         self._unreported_why.clear()
-        self._writer.msg(self._line(record, body))
+        self._writer.msg(self._line(record, self._encode(record)))
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,7 +279,7 @@ def decode_line(raw: bytes) -> AnyLine:
         header = _header_decoder.decode(raw)
         decoder = _record_decoders.get(header.event)
         return UnknownLine(header, raw) if decoder is None else Line(header, decoder.decode(raw))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         return TornLine(raw, str(error))
 
 

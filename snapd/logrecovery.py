@@ -178,8 +178,7 @@ class _Open:
 
     def result(self, ended_ts: float) -> OpenAttempt:
         spent_ms = dict(self.spent_ms)
-        if self.last.to_state not in FINAL_STATES:
-            spent_ms[self.last.to_state] = _since_ms(self.entered[-1][1], ended_ts)
+        spent_ms[self.last.to_state] = _since_ms(self.entered[-1][1], ended_ts)
         return OpenAttempt(
             epoch=self.epoch,
             session_id=self.last.session_id,
@@ -219,7 +218,7 @@ class _Reading:
                 return
             try:
                 self._apply(decoder.decode(raw), float(ts))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except msgspec.DecodeError:
                 return
         else:
             line = decode_line(raw)
