@@ -371,7 +371,7 @@ class Exchange:
             raise ProtocolError(f"a {type(reply).__name__} answers hello")
         if reply.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"the daemon ({reply.version}) speaks protocol {reply.protocol}, this client {PROTOCOL_VERSION}"
+                f"snapd {reply.version} speaks protocol {reply.protocol}, this client {PROTOCOL_VERSION}"
             )
         if self._splitter.is_inside_frame:
             raise ProtocolError("the daemon sent more than hello before anything was asked")

@@ -11,7 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 import structlog
 
@@ -22,11 +22,15 @@ from snapd.core.records import Record, SessionTransition, SyncRefused
 from snapd.errors import ProtocolError, Reason
 from snapd.peers import Peer, ProcessWatch, peer_of
 from snapd.service import Service
-from snapd.units import MS_PER_S
+from snapd.units import KIB, MS_PER_S
 
 _log: Final = structlog.get_logger("snapd.server")
 # One warning a kind in this time; a flood of bad peers must not become a flood of lines.
 _WARN_EVERY_S: Final = 5.0
+# A client is congested when this much waits to be read by it, and no more of its requests are taken.
+_CONGESTED_BYTES: Final = 64 * KIB
+# Requests of one connection that are answered before the others get their turn.
+_TURN_REQUESTS_MAX: Final = 64
 
 
 class RateLimitedWarnings:
@@ -153,7 +157,11 @@ class Connection(asyncio.Protocol):
         self._peer = Peer(0, 0)
         self._in_flight = 0
         self._is_congested = False
+        self._is_closed = False
+        self._backlog: deque[bytes] = deque()
+        self._next_turn: asyncio.Handle | None = None
         self._frame_deadline: asyncio.TimerHandle | None = None
+        self._last_chance: asyncio.TimerHandle | None = None
         self._shown: deque[bytes] = deque()
         self._num_lost = 0
 
@@ -161,8 +169,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Let the client in, or say why not."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # A transport of uvloop has the methods, and not the class.
+        self._transport = cast(asyncio.Transport, transport)
+        room_bytes = self._config.reply_buffer_bytes_max - self._config.frame_bytes_max
+        # Whoever is not congested can take one more reply of any size without being cut off.
+        self._transport.set_write_buffer_limits(high=min(_CONGESTED_BYTES, room_bytes))
         with self._socket() as sock:
             self._peer = peer_of(sock)
         server = self._server
@@ -188,34 +199,32 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._server.connections.pop(self.conn_id, None)
         self._server.watchers.pop(self.conn_id, None)
+        self._is_closed = True
         self._shown.clear()
+        self._backlog.clear()
+        for timer in (self._next_turn, self._last_chance):
+            if timer is not None:
+                timer.cancel()
         self._stop_frame_clock()
 
     def data_received(self, data: bytes) -> None:
-        """Answer every request that is whole."""
-        if self.conn_id not in self._server.connections:
+        """Take every request that is whole."""
+        if self._is_closed:
             return
         try:
             payloads = self._splitter.feed(data)
-            for payload in payloads:
-                self._take(payload)
         except ProtocolError as error:
-            self._server.warnings.warn("bad frame", pid=self._peer.pid, error=str(error))
-            self.send(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=str(error)))
-            self.close()
+            self._refuse_bytes(error)
             return
         if payloads:
             self._stop_frame_clock()
-        if self._splitter.is_inside_frame and self._frame_deadline is None:
-            self._frame_deadline = self._server.loop.call_later(
-                self._config.frame_timeout_ms / MS_PER_S, self._frame_timed_out
-            )
+        self._watch_frame()
+        self._backlog += payloads
+        self._take_turn()
 
     def pause_writing(self) -> None:
         """The client does not read: take nothing more from it until it does."""
         self._is_congested = True
-        if self._transport is not None:
-            self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """The client reads again."""
@@ -225,10 +234,32 @@ class Connection(asyncio.Protocol):
         if self._num_lost and not self._is_congested:
             lost, self._num_lost = self._num_lost, 0
             self._write(w.encode_frame(w.WatchLost(count=lost)))
-        if self._transport is not None and not self._is_congested:
-            self._transport.resume_reading()
+        self._take_turn()
 
     # --- requests ------------------------------------------------------------------------------
+
+    def _take_turn(self) -> None:
+        """Answer some of what has come; the rest when the others had their turn and the client reads."""
+        for _ in range(min(len(self._backlog), _TURN_REQUESTS_MAX)):
+            if self._is_congested or self._is_closed:
+                break
+            try:
+                self._take(self._backlog.popleft())
+            except ProtocolError as error:
+                self._refuse_bytes(error)
+        transport = self._transport
+        if transport is None or self._is_closed:
+            self._backlog.clear()
+        elif not self._backlog and not self._is_congested:
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
+            if not self._is_congested and self._next_turn is None:
+                self._next_turn = self._server.loop.call_soon(self._turn_comes)
+
+    def _turn_comes(self) -> None:
+        self._next_turn = None
+        self._take_turn()
 
     def _take(self, payload: bytes) -> None:
         request = w.decode_request(payload)
@@ -244,8 +275,23 @@ class Connection(asyncio.Protocol):
         self._in_flight += 1
         self._server.service.take(self, request)
 
+    def _refuse_bytes(self, error: ProtocolError) -> None:
+        self._server.warnings.warn("bad frame", pid=self._peer.pid, error=str(error))
+        self._write(w.encode_frame(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=str(error))))
+        self.close()
+
+    def _watch_frame(self) -> None:
+        if self._splitter.is_inside_frame and self._frame_deadline is None:
+            self._frame_deadline = self._server.loop.call_later(
+                self._config.frame_timeout_ms / MS_PER_S, self._frame_timed_out
+            )
+
     def _frame_timed_out(self) -> None:
         self._frame_deadline = None
+        if self._is_congested or self._backlog:
+            # The rest may have been sent: it is the daemon that does not read at present.
+            self._watch_frame()
+            return
         self._server.warnings.warn("unfinished frame", pid=self._peer.pid)
         detail = f"a frame was not finished within {self._config.frame_timeout_ms} ms"
         self._write(w.encode_frame(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=detail)))
@@ -312,19 +358,26 @@ class Connection(asyncio.Protocol):
             self._num_lost += 1
 
     def close(self) -> None:
-        """Close the connection once what was written is out."""
-        if self._transport is not None:
-            self._server.connections.pop(self.conn_id, None)
-            self._server.watchers.pop(self.conn_id, None)
-            self._transport.close()
+        """Close the connection once what was written is out, or was not read for a while."""
+        transport = self._transport
+        if transport is None or self._is_closed:
+            return
+        self._is_closed = True
+        self._server.watchers.pop(self.conn_id, None)
+        transport.close()
+        self._last_chance = self._server.loop.call_later(
+            self._config.frame_timeout_ms / MS_PER_S, transport.abort
+        )
 
     def _write(self, frame: bytes) -> None:
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None or self._is_closed:
             return
         transport.write(frame)
         if transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
             self._server.warnings.warn("client does not read", pid=self._peer.pid)
+            self._is_closed = True
+            self._server.watchers.pop(self.conn_id, None)
             transport.abort()
 
     def _socket(self) -> socket.socket:

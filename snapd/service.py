@@ -5,7 +5,6 @@ No sockets here: a ``Caller`` is whoever asks, and is answered now or later.
 Source: design, section 5.
 """
 
-import itertools
 import os
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -371,7 +370,8 @@ class Service:
 
         # A pass over all attempts, but only one page of them is turned into views.
         matching = [session for session in self._executor.machine.sessions() if is_wanted(session)]
-        page = itertools.islice(matching, request.offset, request.offset + request.limit)
+        # Slices take any number; islice would raise for one above sys.maxsize.
+        page = matching[request.offset : request.offset + request.limit]
         caller.send(
             w.ListRep(
                 id=request.id,

@@ -106,16 +106,16 @@ class Timers(Generic[K, V]):
     def _wake_up(self) -> None:
         self._wake = None
         now_ns = self._clock.now_ns()
-        due: list[V] = []
-        while self._heap and self._heap[0][0] <= now_ns:
-            _, serial, key = heapq.heappop(self._heap)
-            armed = self._armed.get(key)
-            if armed is not None and armed[1] == serial:
-                del self._armed[key]
-                due.append(armed[2])
+        # What is armed from here on waits for the next wake-up, so that this one ends.
+        last_serial = self._serial
         try:
-            for value in due:
-                self._fire(value)
+            # One by one: what fires may cancel the next.
+            while self._heap and self._heap[0][0] <= now_ns and self._heap[0][1] <= last_serial:
+                _, serial, key = heapq.heappop(self._heap)
+                armed = self._armed.get(key)
+                if armed is not None and armed[1] == serial:
+                    del self._armed[key]
+                    self._fire(armed[2])
         finally:
             # A deadline that was cancelled may still lead the heap: it only wakes us once for nothing.
             if self._heap:

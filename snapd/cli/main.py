@@ -103,7 +103,6 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
     epilog="Exit status: 0 done, 1 refused or no daemon, 2 wrong usage or configuration, 70 a bug in snapd.",
 )
 @click.version_option(__version__, "-V", "--version", prog_name="snapd", message="%(prog)s %(version)s")
@@ -118,13 +117,10 @@ def cli() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status; errors go to stderr, one line each."""
     try:
-        result = cli.main(list(arguments), prog_name="snapd", standalone_mode=False)
+        result = cli.main(list(arguments) or ["--help"], prog_name="snapd", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Exit as error:
         return error.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        return EXIT_USAGE
     except click.UsageError as error:
         return fail(f"{error.format_message().rstrip('.')}{_help_hint(error)}", EXIT_USAGE)
     except click.ClickException as error:
@@ -141,7 +137,9 @@ def run(arguments: Sequence[str]) -> int:
         import traceback
 
         traceback.print_exc()
-        return fail("internal error, a bug in snapd: please report it with the lines above", EXIT_INTERNAL_ERROR)
+        return fail(
+            "internal error, a bug in snapd: please report it with the lines above", EXIT_INTERNAL_ERROR
+        )
     return result if isinstance(result, int) else 0
 
 

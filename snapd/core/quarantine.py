@@ -71,7 +71,8 @@ class Quarantine:
             # A vote says that this reader is done; it says nothing about writers.
             why = "lease-ended"
             item = by_rank.get(event.rank)
-            released = [event.rank] if item is not None and item.lease_id == event.lease_id else []
+            if item is not None and item.why == "leased" and item.lease_id == event.lease_id:
+                released = [event.rank]
         elif isinstance(event, e.WriterExited):
             why = "writer-gone"
             released = [rank for rank, item in by_rank.items() if item.why != "leased"]

@@ -39,11 +39,14 @@ assert CHUNK_BYTES % (WORD_BYTES * _ROW_WORDS) == 0, "a full chunk has no ragged
 assert sys.byteorder == "little", "words are little-endian"
 
 
+def is_aligned(flat: torch.Tensor, word_bytes: int) -> bool:
+    """Return whether *flat* (uint8) may be seen as words of *word_bytes*, by address and by offset."""
+    return flat.data_ptr() % word_bytes == 0 and int(flat.storage_offset()) % word_bytes == 0
+
+
 def words_view(flat: torch.Tensor) -> torch.Tensor | None:
     """Return *flat* (uint8, 1-D, contiguous, a multiple of 8 bytes) as int64 words, or None if unaligned."""
-    if flat.data_ptr() % WORD_BYTES or flat.storage_offset() % WORD_BYTES:
-        return None
-    return flat.view(torch.int64)
+    return flat.view(torch.int64) if is_aligned(flat, WORD_BYTES) else None
 
 
 def check_plane(plane: torch.Tensor, what: str = "plane") -> None:
@@ -128,12 +131,11 @@ class ChecksumAccumulator:
                     f"a chunk of {chunk.numel()} bytes ends inside a word and is not the last"
                 )
             self._ragged_end_word = end_word
-        with torch.inference_mode():
-            for part_index, part in enumerate(torch.split(chunk, CHUNK_BYTES)):
-                sum0, sum1 = _sum_bytes(part)
-                # A part's own positions start at 1; this moves them to where the part lies in the plane.
-                self._sum1 += sum1 + (start_word + part_index * _CHUNK_WORDS) * sum0
-                self._sum0 += sum0
+        for part_index, part in enumerate(torch.split(chunk, CHUNK_BYTES)):
+            sum0, sum1 = _sum_bytes(part)
+            # A part's own positions start at 1; this moves them to where the part lies in the plane.
+            self._sum1 += sum1 + (start_word + part_index * _CHUNK_WORDS) * sum0
+            self._sum0 += sum0
         self.size_bytes += chunk.numel()
         self._next_word = end_word
         self._end_word = max(self._end_word, end_word)

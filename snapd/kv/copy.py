@@ -17,11 +17,17 @@ from typing import Final
 import torch
 
 from snapd.errors import InvalidRequest, InvariantBroken
-from snapd.kv.checksum import CHUNK_BYTES, ChecksumAccumulator, PlaneChecksum, check_plane
-from snapd.kv.pool import KVPool, PlaneRows, bytes_as_words, widest_word_bytes
+from snapd.kv.checksum import (
+    CHUNK_BYTES,
+    WORD_BYTES,
+    ChecksumAccumulator,
+    PlaneChecksum,
+    check_plane,
+    is_aligned,
+)
+from snapd.kv.pool import KVPool, PlaneRows, bytes_as_words
 from snapd.units import KIB, align_down, align_up
 
-WORD_BYTES: Final = 8
 # From here on a plain copy of a run beats an index op, even with a shorter piece before and after it.
 RUN_BYTES_MIN: Final = 256 * KIB
 
@@ -59,6 +65,7 @@ def _pieces(slots: torch.Tensor, stride_bytes: int, page_size_tokens: int) -> li
         pieces.extend(Piece(at, min(at + step, stop), is_run) for at in range(start, stop, step))
 
     done = 0
+    # A run gives up to a granule at either end to its neighbours.
     for start, stop in _runs(slots, RUN_BYTES_MIN // stride_bytes + 2 * granule):
         first = align_up(start, granule)
         last = stop if stop == num_tokens else align_down(stop, granule)
@@ -75,15 +82,11 @@ def _pieces(slots: torch.Tensor, stride_bytes: int, page_size_tokens: int) -> li
     return pieces
 
 
-def _plane_words(plane: torch.Tensor, rows: int, word_bytes: int) -> torch.Tensor | None:
-    """Return *plane* (uint8, contiguous) as [rows, words a row], or None where words would be unaligned."""
-    offset_bytes = int(plane.storage_offset())
-    if widest_word_bytes(plane.data_ptr(), offset_bytes) < word_bytes:
-        return None
-    row_bytes = plane.numel() // rows
-    return bytes_as_words(
-        plane.untyped_storage(), offset_bytes, (rows, row_bytes // word_bytes), row_bytes, word_bytes
-    )
+def _as_rows(flat: torch.Tensor, rows: int, word_bytes: int) -> torch.Tensor:
+    """Return *flat* (uint8, contiguous, aligned to *word_bytes*) as [rows, words a row]."""
+    row_bytes = flat.numel() // rows
+    shape = (rows, row_bytes // word_bytes)
+    return bytes_as_words(flat.untyped_storage(), int(flat.storage_offset()), shape, row_bytes, word_bytes)
 
 
 def _check_planes(planes: Sequence[torch.Tensor], pool: KVPool, num_tokens: int) -> None:
@@ -197,29 +200,24 @@ class CopyJob(abc.ABC):
     def _move_piece(self, plane_index: int, piece: Piece) -> None:
         place = self._pool.planes[plane_index]
         part = self._planes[plane_index][piece.start * place.stride_bytes : piece.stop * place.stride_bytes]
-        own: torch.Tensor | None = None
         if piece.is_run:
-            first_slot = int(self._slots[piece.start])
-            own = self._move_run(place, first_slot, piece.stop - piece.start, part)
+            own = self._move_run(place, int(self._slots[piece.start]), piece.stop - piece.start, part)
         else:
             own = self._move_indexed(place, piece, part)
         if self._sums:
-            if own is None:
-                raise InvariantBroken("a piece was moved without bytes to sum")
             self._sums[plane_index].add(own, piece.start * place.stride_bytes // WORD_BYTES)
 
     def _move_run(
         self, place: PlaneRows, first_slot: int, num_tokens: int, part: torch.Tensor
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         if place.flat is not None:
             own = place.flat[first_slot * place.stride_bytes : (first_slot + num_tokens) * place.stride_bytes]
             self._copy(own, part)
             return own
-        rows = place.rows[first_slot : first_slot + num_tokens]
         words = place.words[first_slot : first_slot + num_tokens]
-        return self._through_private(part, rows.shape[0], place.word_bytes, words, None)
+        return self._through_private(part, num_tokens, place.word_bytes, words, None)
 
-    def _move_indexed(self, place: PlaneRows, piece: Piece, part: torch.Tensor) -> torch.Tensor | None:
+    def _move_indexed(self, place: PlaneRows, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         page = self._pool.page_size_tokens
         if place.pages is not None and piece.start % page == 0 and piece.stop % page == 0:
             index = self._page_numbers[piece.start // page : piece.stop // page]
@@ -229,20 +227,15 @@ class CopyJob(abc.ABC):
 
     def _through_private(
         self, part: torch.Tensor, rows: int, word_bytes: int, table: torch.Tensor, index: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Move *part* from or to *rows* rows of *table*, all or those of *index*; return what to sum."""
-        if not self._sums:
-            direct = _plane_words(part, rows, word_bytes)
-            if direct is not None:
-                self._move_rows(table, index, direct)
-                return None
+        if not self._sums and is_aligned(part, word_bytes):
+            self._move_rows(table, index, _as_rows(part, rows, word_bytes))
+            return part
         if self._private.numel() < part.numel():
             self._private = torch.empty(part.numel(), dtype=torch.uint8)
         private = self._private[: part.numel()]
-        words = _plane_words(private, rows, word_bytes)
-        if words is None:
-            raise InvariantBroken(f"a private buffer is not aligned to {word_bytes} bytes")
-        self._move_private(part, private, words, table, index)
+        self._move_private(part, private, _as_rows(private, rows, word_bytes), table, index)
         return private
 
     @abc.abstractmethod

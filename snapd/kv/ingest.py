@@ -15,8 +15,8 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
-from snapd.calls import Pending
-from snapd.client import Client
+from snapd import calls
+from snapd.client import Client, Pending
 from snapd.errors import ConnectionProblem, InvalidRequest, Reason, RequestError, SnapdError
 from snapd.kv.checksum import ChecksumAccumulator, PlaneChecksum, checksums_equal, plane_checksum
 from snapd.kv.copy import ScatterJob
@@ -35,6 +35,7 @@ from snapd.wire import (
 STEP_BYTES: Final = 64 * 1024 * 1024
 _MOD: Final = 1 << 64
 _WORD_BYTES: Final = 8
+_ANSWER_S: Final = 1.0
 
 
 class KVOwner(Protocol):
@@ -91,6 +92,8 @@ class Ingester:
         owner: its slots and tree.
         namespace: model, LoRA, salt, weight version, tenant.
         keep_on_alloc_failure: leave the snapshot READY when there are no slots, to try again later.
+        keep_on_missing_prefix: leave a suffix READY when the tree lacks what it builds on. Without it the
+            attempt ends at once, and other ranks that wait for this one's vote are told.
         verify: compare checksums. Off is for the tests that show what verification is for.
     """
 
@@ -103,6 +106,7 @@ class Ingester:
         namespace: Namespace = Namespace(),  # noqa: B008 - frozen
         *,
         keep_on_alloc_failure: bool = True,
+        keep_on_missing_prefix: bool = True,
         verify: bool = True,
     ) -> None:
         self.client = client
@@ -112,6 +116,7 @@ class Ingester:
         self.layout = pool.layout(namespace)
         self.layout_fingerprint = fingerprint(self.layout)
         self.keep_on_alloc_failure = keep_on_alloc_failure
+        self.keep_on_missing_prefix = keep_on_missing_prefix
         self.verify = verify
         self.slabs = Slabs(client, writable=False)
         client.declare_layout(rank, self.layout)
@@ -227,8 +232,7 @@ class IngestJob:
         if self._phase is not _Phase.VOTE or self._vote is None:
             return
         try:
-            # The lease's deadline bounds the daemon's answer; the rest is for the way back.
-            self._decide(self._vote.wait(self._lease.lease_ms / MS_PER_S + 1.0))
+            self._decide(self._vote.wait())
         except SnapdError as error:
             self._fail(error)
 
@@ -246,7 +250,7 @@ class IngestJob:
         self._resident_tokens = align_down(resident_tokens, self._in.layout.page_size_tokens)
         if self._resident_tokens < lease.token_start:
             # The suffix would land at the wrong positions.
-            self._vote_no(Reason.PREFIX_NOT_RESIDENT, keep=True)
+            self._vote_no(Reason.PREFIX_NOT_RESIDENT, keep=self._in.keep_on_missing_prefix)
             return
         missing_tokens = end_tokens - self._resident_tokens
         if missing_tokens > 0:
@@ -274,8 +278,16 @@ class IngestJob:
             return
         self._voted_s = time.monotonic()
         self._phase = _Phase.VOTE
-        self._vote = self._in.client.submit_vote(
-            self._handle, self._in.rank, self._lease.lease_id, ok=True, epoch=self._epoch
+        self._vote = self._in.client.submit(
+            calls.vote(
+                self._handle,
+                self._in.rank,
+                self._lease.lease_id,
+                ok=True,
+                epoch=self._epoch,
+                # The lease's deadline bounds the daemon's answer; the rest is for the way back.
+                timeout_s=self._lease.lease_ms / MS_PER_S + _ANSWER_S,
+            )
         )
 
     def _decide(self, reply: VoteRep) -> None:

@@ -113,7 +113,7 @@ def _plane_rows(buffer: torch.Tensor, what: str, page_size_tokens: int) -> Plane
         word_bytes=word_bytes,
         flat=view(1, slots * stride_bytes, slots * stride_bytes, 1)[0] if dense else None,
         pages=view(num_pages, page_bytes, page_bytes, page_word_bytes)
-        if dense and page_size_tokens > 1 and num_pages
+        if dense and page_size_tokens > 1
         else None,
         page_word_bytes=page_word_bytes,
     )

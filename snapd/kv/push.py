@@ -8,13 +8,15 @@ Source: design, section 8.
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 import torch
 
-from snapd.client import Client, Grant
+from snapd.calls import Grant
+from snapd.client import Client
 from snapd.errors import (
     ConnectionProblem,
     InvalidRequest,
@@ -32,8 +34,10 @@ from snapd.layout import Namespace, fingerprint, page_keys, snapshot_bytes, toke
 from snapd.transport.base import TicketState, Write
 from snapd.transport.shm import ShmWriter
 from snapd.units import MS_PER_S
+from snapd.wire import SessionEnded
 
 STEP_BYTES: Final = 64 * 1024 * 1024
+ENDED_MAX: Final = 1_024
 
 
 class PushResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +99,9 @@ class Pusher:
         self.pools = dict(sorted(pools.items()))
         self._send_page_keys = send_page_keys
         self._slabs = Slabs(client, writable=True)
+        self._writing: dict[int, SessionEnded | None] = {}
+        # How attempts ended that no job writes any more; the newest are kept.
+        self.ended: deque[SessionEnded] = deque(maxlen=ENDED_MAX)
 
     def prepare(
         self,
@@ -257,6 +264,23 @@ class Pusher:
             token_start=grant.token_start,
         )
 
+    def begin(self, slab_handle: int) -> None:
+        """Take note that a job writes an attempt."""
+        self._writing[slab_handle] = None
+
+    def end(self, slab_handle: int) -> None:
+        """Take note that it does not any more."""
+        self._writing.pop(slab_handle, None)
+
+    def take_end(self, slab_handle: int) -> SessionEnded | None:
+        """Return how a job's attempt ended, once the daemon has said so. One socket serves all jobs."""
+        for ended in self.client.take_ended():
+            if ended.slab_handle in self._writing:
+                self._writing[ended.slab_handle] = ended
+            else:
+                self.ended.append(ended)
+        return self._writing.get(slab_handle)
+
     def close(self) -> None:
         """Unmap the arenas; the client stays open."""
         self._slabs.close()
@@ -290,11 +314,12 @@ class PushJob:
             self.grant = None
             self._result = refused(error)
             return
+        pusher.begin(self.grant.slab_handle)
         self._slots = slots[self.grant.token_start :]
         try:
             pusher.client.transfer_started(self.grant.slab_handle, epoch=self.grant.epoch)
         except SnapdError as error:
-            self._result = pusher.give_up(self.grant, error)
+            self._finish(self.grant, pusher.give_up(self.grant, error))
 
     @property
     def done(self) -> bool:
@@ -320,7 +345,7 @@ class PushJob:
             self._check_still_wanted(self.grant)
             self._advance(self.grant, max_bytes)
         except SnapdError as error:
-            self._result = self._pusher.give_up(self.grant, error)
+            self._finish(self.grant, self._pusher.give_up(self.grant, error))
         return self.done
 
     def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
@@ -331,13 +356,18 @@ class PushJob:
                 client.transfer_failed(
                     self.grant.slab_handle, reason=reason, drained=True, epoch=self.grant.epoch
                 )
-            self._result = PushResult(ok=False, reason=reason, slab_handle=self.grant.slab_handle)
+            self._finish(self.grant, PushResult(ok=False, reason=reason, slab_handle=self.grant.slab_handle))
         return self.result
 
+    def _finish(self, grant: Grant, result: PushResult) -> None:
+        self._result = result
+        self._gather = None
+        self._pusher.end(grant.slab_handle)
+
     def _check_still_wanted(self, grant: Grant) -> None:
-        for ended in self._pusher.client.take_ended():
-            if ended.slab_handle == grant.slab_handle:
-                raise RequestError("the attempt was ended while it was being written", reason=ended.reason)
+        ended = self._pusher.take_end(grant.slab_handle)
+        if ended is not None:
+            raise RequestError("the attempt was ended while it was being written", reason=ended.reason)
 
     def _advance(self, grant: Grant, max_bytes: int) -> None:
         pusher = self._pusher
@@ -354,7 +384,7 @@ class PushJob:
         self._gather = None
         self._rank_index += 1
         if self._rank_index == len(grant.ranks):
-            self._result = PushResult(
+            result = PushResult(
                 ok=True,
                 reason=Reason.OK,
                 slab_handle=grant.slab_handle,
@@ -364,6 +394,7 @@ class PushJob:
                 gather_ms=self._gather_s * MS_PER_S,
                 total_ms=(time.monotonic() - self._started_s) * MS_PER_S,
             )
+            self._finish(grant, result)
 
 
 def refused(error: RequestError | ConnectionProblem) -> PushResult:

@@ -54,8 +54,8 @@ class Slabs:
     def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> list[torch.Tensor]:
         """Return the planes of a shard, K of all layers and then V of all layers.
 
-        Each is uint8 of shape [num_tokens * stride_bytes] and shares the arena's memory. They are valid until
-        ``close``, or until the arena is mapped anew.
+        Each is uint8 of shape [num_tokens * stride_bytes] and shares the arena's memory, which stays
+        mapped as long as there is a plane of it.
 
         Raises:
             InvalidRequest: a plane lies outside the grant's extents, or those outside the arena.
@@ -77,22 +77,25 @@ class Slabs:
                 for extent in extents
             ):
                 raise InvalidRequest(f"a plane of {size_bytes} bytes at {offset} leaves the grant's extents")
-            planes.append(_tensor(arena.address + offset, size_bytes))
+            planes.append(_tensor(arena, offset, size_bytes))
         return planes
 
     def close(self) -> None:
-        """Unmap everything. Planes that were handed out must not be used any more."""
+        """Let go of everything; what has planes still is unmapped after the last of them."""
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
 
-def _tensor(address: int, size_bytes: int) -> torch.Tensor:
-    """Return *size_bytes* of this process's memory as a tensor.
+def _tensor(arena: MappedArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    """Return *size_bytes* of an arena as a tensor.
 
     By address, as a buffer of a mapping that is read-only makes torch warn at every use.
     """
-    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * size_bytes).from_address(arena.address + offset_bytes)
+    # The mapping goes with its last view; without one, a plane would outlive it.
+    memory.view = arena.buffer  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def addresses(planes: Sequence[torch.Tensor]) -> list[int]:

@@ -1,0 +1,188 @@
+"""``snapd status``: what the daemon holds, and how its attempts fared."""
+
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from snapd.cli.common import (
+    show,
+)
+from snapd.errors import REASON_HELP, Reason
+from snapd.units import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from snapd.core.session import ArenaView
+    from snapd.wire import StatsRep
+
+_BAR_CELLS: Final = 50
+# Live and in use, evictable, quarantined, free.
+_BLOCKS: Final = ("█", "▒", "▚", "·")
+_ASCII: Final = ("#", "=", "x", ".")
+_STYLES: Final = ("green", "cyan", "yellow", "dim")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  snapd status
+  snapd status --limits
+  snapd status --json | jq .ok_rate
+  watch -n1 snapd status"""
+)
+@daemon_options
+@click.option("--limits", is_flag=True, help="Show the configured bounds too.")
+@json_option
+def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
+    """Show arenas, open attempts, how attempts ended, and the log's health.
+
+    With --json everything is one object; ok_rate is the share of attempts and refusals that ended with P
+    having the snapshot, or null before the first has ended.
+    """
+    with daemon.connect() as client:
+        stats = client.stats()
+    if as_json:
+        print_json(fields_of(stats) | {"log": fields_of(stats.log), "ok_rate": ok_rate(stats)})
+        return
+    _show_daemon(stats)
+    _show_arenas(stats.core.arenas)
+    _show_attempts(stats)
+    _show_outcomes(stats)
+    _show_log(stats)
+    if limits:
+        _show_limits(stats)
+
+
+def ok_rate(stats: "StatsRep") -> float | None:
+    """Return the share of ended attempts and refusals that are ok; None: there are none."""
+    ended = sum(stats.core.outcomes_by_reason.values())
+    return stats.core.attempts_ok / ended if ended else None
+
+
+def _show_daemon(stats: "StatsRep") -> None:
+    show(
+        f"snapd {stats.version}, up {format_ms(stats.uptime_ms)}, pid {stats.pid}, epoch {stats.epoch}, "
+        f"transport {stats.transport}",
+        "bold",
+    )
+    show(
+        f"{plural(stats.connections, 'connection')}, {plural(stats.watchers, 'watcher')}, "
+        f"{plural(stats.requests_waiting, 'request')} waiting for votes"
+    )
+    if stats.core.is_draining:
+        show("DRAINING: no new attempts are taken ('snapd drain --off' takes them again)", "bold yellow")
+    show()
+
+
+def _show_arenas(arenas: "tuple[ArenaView, ...]") -> None:
+    table = Table(">RANK", ">SIZE", ">FREE", ">LIVE", ">EVICTABLE", ">QUARANTINED", ">LARGEST HOLE")
+    bars = Table("", "", "")
+    blocks = _BLOCKS if can_show("".join(_BLOCKS)) else _ASCII
+    for arena in arenas:
+        sizes_bytes = (
+            arena.capacity_bytes,
+            arena.free_bytes,
+            arena.live_bytes,
+            arena.evictable_bytes,
+            arena.quarantined_bytes,
+            arena.largest_hole_bytes,
+        )
+        table.add(str(arena.rank), *map(format_bytes, sizes_bytes))
+        used = 1 - arena.free_bytes / arena.capacity_bytes
+        bars.add(f"rank {arena.rank}", _bar(arena, blocks), f"{used:.0%} used")
+    table.show()
+    show()
+    bars.show()
+    in_use, evictable, quarantined, free = blocks
+    show(f"{in_use} live  {evictable} live and evictable  {quarantined} quarantined  {free} free", "dim")
+    show()
+
+
+def bar_cells(arena: "ArenaView", cells: int) -> tuple[int, int, int, int]:
+    """Return how many of *cells* show bytes in use, evictable, quarantined and free.
+
+    What is there shows in at least one cell; free space gives way.
+    """
+    parts = (arena.live_bytes - arena.evictable_bytes, arena.evictable_bytes, arena.quarantined_bytes)
+    counts = [max(part > 0, round(part * cells / arena.capacity_bytes)) for part in parts]
+    while sum(counts) > cells:
+        counts[counts.index(max(counts))] -= 1
+    return counts[0], counts[1], counts[2], cells - sum(counts)
+
+
+def _bar(arena: "ArenaView", blocks: tuple[str, ...]) -> Cell:
+    bar = Cell("")
+    for count, block, style in zip(bar_cells(arena, _BAR_CELLS), blocks, _STYLES, strict=True):
+        bar += Cell(block * count, style)
+    return bar
+
+
+def _show_attempts(stats: "StatsRep") -> None:
+    core = stats.core
+    table = Table(*(f">{state}" for state in core.sessions_by_state), ">OPEN", ">QUARANTINED SHARDS")
+    table.add(
+        *(f"{count:,}" for count in core.sessions_by_state.values()),
+        f"{core.open_sessions:,}",
+        f"{core.quarantined_shards:,}",
+    )
+    table.show()
+    show()
+
+
+def _show_outcomes(stats: "StatsRep") -> None:
+    core = stats.core
+    rate = ok_rate(stats)
+    if rate is None:
+        show("No attempt has ended yet.")
+        show()
+        return
+    ended = sum(core.outcomes_by_reason.values())
+    show(
+        f"{plural(ended, 'outcome')}, {rate:.1%} ok; {format_bytes(core.bytes_committed)} committed, "
+        f"{format_bytes(core.bytes_ingested)} ingested"
+    )
+    table = Table("OUTCOME", ">COUNT", ">SHARE")
+    counts = sorted(core.outcomes_by_reason.items(), key=lambda item: (item[0] != Reason.OK, -item[1]))
+    for reason, count in counts:
+        style = "green" if reason == Reason.OK else "red"
+        table.add(Cell(reason, style), f"{count:,}", f"{count / ended:.1%}")
+    table.show()
+    for reason, _ in counts:
+        if reason != Reason.OK:
+            show_note(f"{reason}: {reason_help(reason)}", indent=2)
+    show()
+
+
+def reason_help(reason: str) -> str:
+    """Return what a reason means and what to do; a newer daemon may have other reasons."""
+    try:
+        return REASON_HELP[Reason(reason)]
+    except ValueError:
+        return "A reason that this version does not know; compare versions."
+
+
+def _show_log(stats: "StatsRep") -> None:
+    log = stats.log
+    show(
+        f"log {log.path}: {plural(log.lines_written, 'line')}, {format_bytes(log.bytes_written)}, "
+        f"{log.queued_lines:,} queued, {plural(log.rotations, 'rotation')}"
+    )
+    if log.dropped:
+        show(f"log: {plural(log.dropped, 'line')} dropped: the disk is too slow or full", "bold red")
+    if log.write_errors:
+        last = printable(log.last_error) or "unknown"
+        show(f"log: {plural(log.write_errors, 'write error')}, the last: {last}", "bold red")
+
+
+def _show_limits(stats: "StatsRep") -> None:
+    show()
+    table = Table("LIMIT", ">VALUE", "")
+    for name, value in stats.limits.items():
+        table.add(name, str(value), shown_limit(name, value))
+    table.show()
+
+
+def shown_limit(name: str, value: int) -> str:
+    """Return a bound in units that a person reads, if its name has one."""
+    if name.endswith("_ms"):
+        return format_ms(value)
+    return format_bytes(value) if "_bytes" in name and value >= 1024 else ""
