@@ -30,7 +30,9 @@ demo: setup ## Run a daemon, a decode worker and a prefill worker on this machin
 	$(BIN)/snapd demo
 
 bench: setup ## Measure against the floors
-	$(BIN)/snapd bench
+	$(BIN)/python tools/bench_push.py
+	$(BIN)/python tools/bench_kv.py
+	$(BIN)/python tools/bench_slab.py
 
 schemas: setup ## Write the JSON Schemas anew
 	$(BIN)/python tools/make_schemas.py

@@ -283,6 +283,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("socket_path", "log_path"):
             if "\0" in getattr(self, name):
                 raise ConfigError(f"{shown(name)} has a NUL in it: write a path")
+            try:
+                getattr(self, name).encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"{shown(name)} is not UTF-8: write another path") from None
         if self.alignment_bytes & (self.alignment_bytes - 1):
             raise ConfigError(f"{shown('alignment_bytes')} is no power of two: write 256, 512, 1024, ...")
         if self.register_piece_bytes % self.alignment_bytes:

@@ -146,6 +146,7 @@ async def _serve(config: Config) -> int:
         _log.info(
             "ready",
             socket=config.socket_path,
+            log=config.log_path,
             epoch=epoch,
             arenas=len(arenas),
             size=format_bytes(total_bytes),

@@ -26,7 +26,7 @@ from snapd.kv.copy import gather
 from snapd.kv.ingest import Ingester
 from snapd.kv.pool import KVPool
 from snapd.kv.push import Pusher
-from snapd.units import MIB, align_down
+from snapd.units import MIB, MS_PER_S, align_down
 
 PAGE_SIZE_TOKENS = 16
 
@@ -125,11 +125,12 @@ def measure(socket: Path, mib: int, rounds: int, layers: int, heads: int, dim: i
             assert job.result.ok, job.result
             if number == 0:
                 continue  # The first round maps and warms.
-            for name, value in (
-                ("memcpy", memcpy_s), ("push_gathered", gathered_s), ("push", pushed_s),
-                ("gather", pushed.gather_ms / 1e3), ("ingest", ingested_s), ("scatter", job.times.scatter_ms / 1e3),
-            ):  # fmt: skip
-                seconds[name].append(value)
+            seconds["memcpy"].append(memcpy_s)
+            seconds["push_gathered"].append(gathered_s)
+            seconds["push"].append(pushed_s)
+            seconds["gather"].append(pushed.gather_ms / MS_PER_S)
+            seconds["ingest"].append(ingested_s)
+            seconds["scatter"].append(job.times.scatter_ms / MS_PER_S)
     check = [torch.empty_like(plane) for plane in planes]
     assert gather(p_pool, p_slots, check) == tuple(sums), "P holds other bytes than D"
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -165,8 +166,9 @@ def main(mib: int, rounds: int, layers: int, heads: int, dim: int, as_json: bool
         socket = Path(directory) / "snapd.sock"
         # Twice the snapshot and some padding: the one that was aborted is gone when the next comes.
         command = [
-            sys.executable, "-m", "snapd.cli.main", "serve", "--socket", str(socket), "--size", f"{mib * 2 + 64}MiB",
-            "--log", str(Path(directory) / "d-to-p-sync.jsonl"), "--set", "lease_ms=60000",
+            sys.executable, "-m", "snapd.cli.main", "serve", "--socket", str(socket),
+            "--size", f"{mib * 2 + 64}MiB", "--set", "lease_ms=60000",
+            "--log", str(Path(directory) / "d-to-p-sync.jsonl"),
         ]  # fmt: skip
         daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:

@@ -5,11 +5,14 @@ import sys
 import click
 
 from snapd.cli.common import (
+    DaemonChoice,
+    daemon_options,
     find_attempts,
+    json_option,
     plural,
     print_json,
     printable,
-    show,
+    say,
 )
 from snapd.core.events import FINAL_STATES
 from snapd.errors import StaleHandle
@@ -77,7 +80,7 @@ def abort(daemon: DaemonChoice, name: str, is_sure: bool, as_json: bool) -> None
             said = "had already ended"
         else:
             said = "aborted"
-        show(f"{result['slab_handle']} of session {result['session_id']}: {said}")
+        say(f"{result['slab_handle']} of session {result['session_id']}: {said}")
 
 
 def _ask(lines: list[str]) -> None:

@@ -2,10 +2,11 @@
 
 import functools
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
@@ -17,6 +18,8 @@ from snapd.errors import DaemonUnreachable, LimitReached, RequestError, StaleHan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.text import Text
+
     from snapd.client import Client
     from snapd.core.events import State
     from snapd.core.session import SessionView
@@ -26,6 +29,9 @@ _R = TypeVar("_R")
 
 TIMEOUT_S_DEFAULT: Final = 5.0
 PAGE_ATTEMPTS: Final = 250
+_BLANKS_AT_END: Final = re.compile(r" +((?:\x1b\[[0-9;]*m)*) *$")
+# Wider than any table: a session id has at most some thousand characters.
+_TABLE_COLUMNS_MAX: Final = 1_000_000
 SYSTEM_SOCKET_PATH: Final = "/run/kv-snapd/snapd.sock"
 STATE_STYLES: Final = {
     "RESERVED": "cyan", "TRANSFERRING": "blue", "READY": "green", "INGESTED": "bold green", "ABORTED": "red",
@@ -64,16 +70,22 @@ class DaemonChoice:
         from snapd.client import Client
 
         path = self.socket_path()
+        client = Client(path, timeout_s=self.timeout_s, name="snapd command line")
         try:
-            return Client(path, timeout_s=self.timeout_s)
-        except DaemonUnreachable as error:
-            raise _with_hint(error, path) from None
+            client.connect()
+        except BaseException as error:
+            client.close()
+            if isinstance(error, DaemonUnreachable):
+                raise _with_hint(error, path) from None
+            raise
+        return client
 
 
 def _with_hint(error: DaemonUnreachable, path: str) -> DaemonUnreachable:
+    hint = "start one with 'snapd serve', or say which with --socket"
     if path != SYSTEM_SOCKET_PATH and os.path.exists(SYSTEM_SOCKET_PATH):  # noqa: PTH110 - imports less
-        return DaemonUnreachable(f"{error}; there is a daemon at {SYSTEM_SOCKET_PATH}: use --socket for it")
-    return error
+        hint = f"the system's daemon is at {SYSTEM_SOCKET_PATH}: use --socket for it"
+    return DaemonUnreachable(f"{error}; {hint}")
 
 
 def daemon_options(
@@ -210,7 +222,7 @@ def print_json(value: Any) -> None:
     raw = msgspec.json.encode(value)
     if sys.stdout.isatty():
         raw = msgspec.json.format(raw, indent=2)
-    click.echo(raw.decode())
+    echo(raw.decode())
 
 
 def fields_of(struct: Any) -> dict[str, Any]:
@@ -219,32 +231,43 @@ def fields_of(struct: Any) -> dict[str, Any]:
 
 
 def styled(text: str, style: str) -> str:
-    """Return *text* with the escapes for a style such as ``bold green``; ``echo`` takes them out for a pipe."""
-    if not style:
+    """Return *text* with the escapes of a style such as ``bold green``; ``echo`` drops them for a pipe."""
+    if not style or not text:
         return text
     words = style.split()
     colour = next((word for word in words if word not in ("bold", "dim")), None)
     return click.style(text, fg=colour, bold="bold" in words or None, dim="dim" in words or None)
 
 
+class NoReader(Exception):
+    """Nobody reads stdout any more. No ``OSError``: click would end the process with status 1."""
+
+
 def echo(line: str) -> None:
-    """Write a line to stdout, with its colours only if that is a terminal and ``NO_COLOR`` is not set."""
-    click.echo(line, color=False if os.environ.get("NO_COLOR") else None)
+    """Write a line to stdout, with its colours only if that is a terminal and ``NO_COLOR`` is not set.
+
+    Raises:
+        NoReader: the pipe is broken.
+    """
+    try:
+        click.echo(line, color=False if os.environ.get("NO_COLOR") else None)
+    except BrokenPipeError:
+        raise NoReader from None
 
 
-def show(text: str = "", style: str = "") -> None:
+def say(text: str = "", style: str = "") -> None:
     """Write text as one line, made printable."""
     echo(styled(printable(text), style))
 
 
-def show_note(text: str, indent: int = 0) -> None:
+def say_note(text: str, indent: int = 0) -> None:
     """Write a paragraph, wrapped to the terminal's width, or to 80 columns for a pipe."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
     pad = " " * indent
     for line in textwrap.wrap(
         printable(text), max(columns, 20), initial_indent=pad, subsequent_indent=pad, break_long_words=False
     ):
-        show(line)
+        say(line)
 
 
 def can_show(characters: str) -> bool:
@@ -256,19 +279,11 @@ def can_show(characters: str) -> bool:
     return True
 
 
-class Cell:
-    """What stands in a table: the text, made printable, and the same with colours."""
+def cell(text: object, style: str = "") -> "Text":
+    """Return what stands in a table: the text, made printable, in a style such as ``bold green``."""
+    from rich.text import Text
 
-    __slots__ = ("shown", "text")
-
-    def __init__(self, text: object, style: str = "") -> None:
-        self.text = printable(str(text))
-        self.shown = styled(self.text, style)
-
-    def __add__(self, other: "Cell") -> "Cell":
-        both = Cell("")
-        both.text, both.shown = self.text + other.text, self.shown + other.shown
-        return both
+    return Text(printable(str(text)), style=style)
 
 
 class Table:
@@ -280,36 +295,42 @@ class Table:
     """
 
     def __init__(self, *columns: str, indent: int = 0) -> None:
-        self._is_right = [column.startswith(">") for column in columns]
-        heads = [column.removeprefix(">") for column in columns]
-        self._rows = [[Cell(head, "bold") for head in heads]] if any(heads) else []
+        from rich.table import Table as RichTable
+
         self._indent = " " * indent
+        self._table = RichTable(
+            box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold"
+        )
+        for column in columns:
+            self._table.add_column(
+                column.removeprefix(">"),
+                justify="right" if column.startswith(">") else "left",
+                no_wrap=True,
+                overflow="ignore",
+            )
 
     def add(self, *cells: object) -> None:
-        """Add a row; what is no ``Cell`` becomes one."""
-        row = [item if isinstance(item, Cell) else Cell(item) for item in cells]
-        assert len(row) == len(self._is_right), "a cell for each column"
-        self._rows.append(row)
+        """Add a row; what is no ``cell`` becomes one."""
+        from rich.text import Text
 
-    def lines(self) -> Iterator[str]:
-        """Yield the table's lines, without blanks at their ends."""
-        widths = [max(len(cell.text) for cell in column) for column in zip(*self._rows, strict=True)]
-        for row in self._rows:
-            padded = []
-            for cell, width, is_right in zip(row, widths, self._is_right, strict=True):
-                blanks = " " * (width - len(cell.text))
-                padded.append(blanks + cell.shown if is_right else cell.shown + blanks)
-            yield (self._indent + "  ".join(padded)).rstrip()
+        self._table.add_row(*(item if isinstance(item, Text) else cell(item) for item in cells))
 
     def show(self) -> None:
         """Write the table to stdout."""
-        for line in self.lines():
-            echo(line)
+        from rich.console import Console
+
+        # ``echo`` decides about colours, and a terminal about long lines.
+        console = Console(width=_TABLE_COLUMNS_MAX, force_terminal=True, color_system="standard")
+        with console.capture() as capture:
+            console.print(self._table, crop=False)
+        for line in capture.get().splitlines():
+            # A heading's blanks are inside its colour.
+            echo(self._indent + _BLANKS_AT_END.sub(r"\1", line))
 
 
-def state_cell(state: str) -> Cell:
+def state_cell(state: str) -> "Text":
     """Return a table cell for a state, in its colour."""
-    return Cell(state, STATE_STYLES.get(state, ""))
+    return cell(state, STATE_STYLES.get(state, ""))
 
 
 def shown_ns(duration_ns: int) -> str:

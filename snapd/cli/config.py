@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 import msgspec
 
-from snapd.cli.common import json_option, print_json, printable
+from snapd.cli.common import echo, json_option, print_json, printable
 from snapd.config import ENVIRONMENT_PREFIX, Config, Loaded, load
 from snapd.units import KIB, format_bytes, parse_size_bytes
 
@@ -49,20 +49,20 @@ def config(config_path: Path | None, checked_path: Path | None, as_json: bool) -
         env = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         loaded = load(checked_path, env, {})
         if as_json:
-            print_json({"path": str(loaded.path), "valid": True})
+            print_json({"path": _utf8(str(loaded.path)), "valid": True})
         else:
-            click.echo(f"{printable(str(checked_path))}: valid")
+            echo(f"{printable(str(checked_path))}: valid")
         return
     loaded = load(config_path, os.environ, {})
     if as_json:
         settings = {
-            key: {"value": getattr(loaded.config, name), "origin": loaded.origin[name]}
+            key: {"value": _utf8(getattr(loaded.config, name)), "origin": _utf8(loaded.origin[name])}
             for name, key in _KEYS.items()
         }
-        print_json({"path": str(loaded.path) if loaded.path else None, "settings": settings})
+        print_json({"path": _utf8(str(loaded.path)) if loaded.path else None, "settings": settings})
     else:
         for line in toml_lines(loaded):
-            click.echo(line)
+            echo(line)
 
 
 def toml_lines(loaded: Loaded) -> list[str]:
@@ -87,7 +87,12 @@ def toml_value(key: str, value: Any) -> str:
         return str(value)
     # A TOML basic string has JSON's escapes, except that DEL must be escaped too; JSON's lists of numbers
     # and booleans are TOML's.
-    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    return msgspec.json.encode(_utf8(value)).decode().replace("\x7f", "\\u007f")
+
+
+def _utf8(value: Any) -> Any:
+    """Return *value*; in a path that is no UTF-8, which neither JSON nor TOML can hold, with escapes."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _comment(text: str) -> str:

@@ -3,9 +3,12 @@
 import click
 
 from snapd.cli.common import (
+    DaemonChoice,
+    daemon_options,
+    json_option,
     plural,
     print_json,
-    show,
+    say,
 )
 
 
@@ -31,6 +34,6 @@ def drain(daemon: DaemonChoice, is_off: bool, as_json: bool) -> None:
         return
     left = plural(core.open_sessions, "attempt")
     if core.is_draining:
-        show(f"draining: new attempts are refused; {left} still open ('snapd drain --off' undoes it)")
+        say(f"draining: new attempts are refused; {left} still open ('snapd drain --off' undoes it)")
     else:
-        show(f"not draining: new attempts are taken; {left} open")
+        say(f"not draining: new attempts are taken; {left} open")

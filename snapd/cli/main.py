@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import click
 
 from snapd import __version__
+from snapd.cli.common import NoReader, printable
 from snapd.errors import ConfigError, SnapdError
 
 EXIT_REFUSED: Final = 1
@@ -131,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
         return fail(str(error), EXIT_REFUSED)
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except (NoReader, BrokenPipeError):
         return EXIT_NO_READER
     except Exception:
         import traceback
@@ -145,8 +146,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def fail(message: str, status: int) -> int:
     """Write one line to stderr and return *status*."""
-    from snapd.cli.common import printable
-
     # Nobody may read stderr either; the exit status remains.
     with contextlib.suppress(OSError):
         click.echo(f"snapd: {printable(message)}", err=True)

@@ -1,23 +1,29 @@
 """``snapd sessions``: a line for each attempt."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from snapd.cli.common import (
-    Cell,
+    DaemonChoice,
     Table,
     all_states,
+    cell,
+    daemon_options,
+    json_option,
     list_attempts,
     plural,
     print_json,
-    show,
+    say,
     shown_ns,
     state_cell,
 )
 from snapd.core.events import FINAL_STATES, State
 from snapd.core.session import SessionView
 from snapd.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 LIMIT_DEFAULT: Final = 50
 
@@ -71,7 +77,7 @@ def sessions(
         print_json({"sessions": found.sessions, "total": found.total, "now_ns": found.now_ns})
         return
     if not found.sessions:
-        show("No attempt matches." if states or session_id or is_all else "No attempt is open.")
+        say("No attempt matches." if states or session_id or is_all else "No attempt is open.")
         return
     # The session id comes last: it may be long, and nothing is cut off.
     table = Table(">HANDLE", "STATE", ">AGE", ">LEFT", ">BYTES", "SESSION")
@@ -88,12 +94,12 @@ def sessions(
         )
     table.show()
     if len(found.sessions) < found.total:
-        show(f"{len(found.sessions):,} of {plural(found.total, 'attempt')}; --limit 0 shows all")
+        say(f"{len(found.sessions):,} of {plural(found.total, 'attempt')}; --limit 0 shows all")
 
 
-def _state(view: SessionView) -> Cell:
+def _state(view: SessionView) -> "Text":
     if not view.is_leased:
         return state_cell(view.state)
-    return state_cell(view.state) + Cell(
+    return state_cell(view.state) + cell(
         f", leased, then {view.abort_wanted}" if view.abort_wanted else ", leased"
     )

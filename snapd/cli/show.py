@@ -5,9 +5,16 @@ from typing import Final
 import click
 
 from snapd.cli.common import (
+    Attempts,
+    DaemonChoice,
     Table,
-    show,
-    show_note,
+    daemon_options,
+    find_attempts,
+    json_option,
+    plural,
+    print_json,
+    say,
+    say_note,
     shown_ns,
     state_cell,
 )
@@ -44,11 +51,11 @@ def show(daemon: DaemonChoice, name: str, is_all: bool, as_json: bool) -> None:
         return
     for index, view in enumerate(chosen):
         if index:
-            show()
+            say()
         _show_attempt(view, found)
     if len(chosen) < len(found.sessions):
-        show()
-        show(f"{plural(len(found.sessions) - len(chosen), 'older attempt')}; --all shows them")
+        say()
+        say(f"{plural(len(found.sessions) - len(chosen), 'older attempt')}; --all shows them")
 
 
 def newest(views: list[SessionView]) -> list[SessionView]:
@@ -58,17 +65,17 @@ def newest(views: list[SessionView]) -> list[SessionView]:
 
 
 def _show_attempt(view: SessionView, found: Attempts) -> None:
-    show(f"attempt {view.slab_handle} of session {view.session_id}", "bold")
+    say(f"attempt {view.slab_handle} of session {view.session_id}", "bold")
     end = view.token_start + view.num_tokens
-    show(f"  tokens  {view.token_start:,} to {end:,} ({view.num_tokens:,})")
+    say(f"  tokens  {view.token_start:,} to {end:,} ({view.num_tokens:,})")
     ranks = plural(len(view.shards), "rank")
-    show(f"  bytes   {view.bytes:,} ({format_bytes(view.bytes)}) over {ranks}")
-    show(f"  layout  {view.layout_fingerprint}")
-    show()
+    say(f"  bytes   {view.bytes:,} ({format_bytes(view.bytes)}) over {ranks}")
+    say(f"  layout  {view.layout_fingerprint}")
+    say()
     _show_timeline(view, found.now_ns)
-    show()
+    say()
     _show_what_next(view, found.now_ns)
-    show()
+    say()
     _show_shards(view, found.now_ns)
 
 
@@ -102,21 +109,21 @@ def _show_timeline(view: SessionView, now_ns: int) -> None:
 
 def _show_what_next(view: SessionView, now_ns: int) -> None:
     if view.state in FINAL_STATES:
-        show(f"  ended: {view.reason}", "green" if view.reason is Reason.OK else "red")
-        show_note(REASON_HELP[view.reason], indent=2)
+        say(f"  ended: {view.reason}", "green" if view.reason is Reason.OK else "red")
+        say_note(REASON_HELP[view.reason], indent=2)
         return
     left_ns = view.deadline_ns - now_ns
     timeout = STATE_TIMER_REASON[view.state]
     if left_ns >= 0:
-        show(f"  deadline: {timeout} in {shown_ns(left_ns)}")
+        say(f"  deadline: {timeout} in {shown_ns(left_ns)}")
     else:
         why = "; it waits for the readers" if view.is_leased else ""
-        show(f"  deadline: {timeout}, {shown_ns(-left_ns)} overdue{why}", "yellow")
+        say(f"  deadline: {timeout}, {shown_ns(-left_ns)} overdue{why}", "yellow")
     if view.abort_wanted:
-        show(f"  ends as soon as no rank reads it: {view.abort_wanted}", "yellow")
-        show_note(REASON_HELP[Reason(view.abort_wanted)], indent=2)
+        say(f"  ends as soon as no rank reads it: {view.abort_wanted}", "yellow")
+        say_note(REASON_HELP[Reason(view.abort_wanted)], indent=2)
     elif view.state is State.READY and not view.is_leased:
-        show("  waits for P to ingest it; may be evicted when room is needed")
+        say("  waits for P to ingest it; may be evicted when room is needed")
 
 
 def _show_shards(view: SessionView, now_ns: int) -> None:

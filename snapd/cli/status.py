@@ -5,12 +5,25 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from snapd.cli.common import (
-    show,
+    DaemonChoice,
+    Table,
+    can_show,
+    cell,
+    daemon_options,
+    fields_of,
+    json_option,
+    plural,
+    print_json,
+    printable,
+    say,
+    say_note,
 )
 from snapd.errors import REASON_HELP, Reason
 from snapd.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from snapd.core.session import ArenaView
     from snapd.wire import StatsRep
 
@@ -59,18 +72,18 @@ def ok_rate(stats: "StatsRep") -> float | None:
 
 
 def _show_daemon(stats: "StatsRep") -> None:
-    show(
+    say(
         f"snapd {stats.version}, up {format_ms(stats.uptime_ms)}, pid {stats.pid}, epoch {stats.epoch}, "
         f"transport {stats.transport}",
         "bold",
     )
-    show(
+    say(
         f"{plural(stats.connections, 'connection')}, {plural(stats.watchers, 'watcher')}, "
         f"{plural(stats.requests_waiting, 'request')} waiting for votes"
     )
     if stats.core.is_draining:
-        show("DRAINING: no new attempts are taken ('snapd drain --off' takes them again)", "bold yellow")
-    show()
+        say("DRAINING: no new attempts are taken ('snapd drain --off' takes them again)", "bold yellow")
+    say()
 
 
 def _show_arenas(arenas: "tuple[ArenaView, ...]") -> None:
@@ -90,11 +103,11 @@ def _show_arenas(arenas: "tuple[ArenaView, ...]") -> None:
         used = 1 - arena.free_bytes / arena.capacity_bytes
         bars.add(f"rank {arena.rank}", _bar(arena, blocks), f"{used:.0%} used")
     table.show()
-    show()
+    say()
     bars.show()
     in_use, evictable, quarantined, free = blocks
-    show(f"{in_use} live  {evictable} live and evictable  {quarantined} quarantined  {free} free", "dim")
-    show()
+    say(f"{in_use} live  {evictable} live and evictable  {quarantined} quarantined  {free} free", "dim")
+    say()
 
 
 def bar_cells(arena: "ArenaView", cells: int) -> tuple[int, int, int, int]:
@@ -109,10 +122,10 @@ def bar_cells(arena: "ArenaView", cells: int) -> tuple[int, int, int, int]:
     return counts[0], counts[1], counts[2], cells - sum(counts)
 
 
-def _bar(arena: "ArenaView", blocks: tuple[str, ...]) -> Cell:
-    bar = Cell("")
+def _bar(arena: "ArenaView", blocks: tuple[str, ...]) -> "Text":
+    bar = cell("")
     for count, block, style in zip(bar_cells(arena, _BAR_CELLS), blocks, _STYLES, strict=True):
-        bar += Cell(block * count, style)
+        bar += cell(block * count, style)
     return bar
 
 
@@ -125,18 +138,18 @@ def _show_attempts(stats: "StatsRep") -> None:
         f"{core.quarantined_shards:,}",
     )
     table.show()
-    show()
+    say()
 
 
 def _show_outcomes(stats: "StatsRep") -> None:
     core = stats.core
     rate = ok_rate(stats)
     if rate is None:
-        show("No attempt has ended yet.")
-        show()
+        say("No attempt has ended yet.")
+        say()
         return
     ended = sum(core.outcomes_by_reason.values())
-    show(
+    say(
         f"{plural(ended, 'outcome')}, {rate:.1%} ok; {format_bytes(core.bytes_committed)} committed, "
         f"{format_bytes(core.bytes_ingested)} ingested"
     )
@@ -144,12 +157,12 @@ def _show_outcomes(stats: "StatsRep") -> None:
     counts = sorted(core.outcomes_by_reason.items(), key=lambda item: (item[0] != Reason.OK, -item[1]))
     for reason, count in counts:
         style = "green" if reason == Reason.OK else "red"
-        table.add(Cell(reason, style), f"{count:,}", f"{count / ended:.1%}")
+        table.add(cell(reason, style), f"{count:,}", f"{count / ended:.1%}")
     table.show()
     for reason, _ in counts:
         if reason != Reason.OK:
-            show_note(f"{reason}: {reason_help(reason)}", indent=2)
-    show()
+            say_note(f"{reason}: {reason_help(reason)}", indent=2)
+    say()
 
 
 def reason_help(reason: str) -> str:
@@ -162,19 +175,19 @@ def reason_help(reason: str) -> str:
 
 def _show_log(stats: "StatsRep") -> None:
     log = stats.log
-    show(
+    say(
         f"log {log.path}: {plural(log.lines_written, 'line')}, {format_bytes(log.bytes_written)}, "
         f"{log.queued_lines:,} queued, {plural(log.rotations, 'rotation')}"
     )
     if log.dropped:
-        show(f"log: {plural(log.dropped, 'line')} dropped: the disk is too slow or full", "bold red")
+        say(f"log: {plural(log.dropped, 'line')} dropped: the disk is too slow or full", "bold red")
     if log.write_errors:
         last = printable(log.last_error) or "unknown"
-        show(f"log: {plural(log.write_errors, 'write error')}, the last: {last}", "bold red")
+        say(f"log: {plural(log.write_errors, 'write error')}, the last: {last}", "bold red")
 
 
 def _show_limits(stats: "StatsRep") -> None:
-    show()
+    say()
     table = Table("LIMIT", ">VALUE", "")
     for name, value in stats.limits.items():
         table.add(name, str(value), shown_limit(name, value))

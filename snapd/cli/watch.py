@@ -1,5 +1,6 @@
 """``snapd watch``: a line for each transition, as it happens."""
 
+import contextlib
 import time
 from typing import Any, Final
 
@@ -48,16 +49,15 @@ def watch(daemon: DaemonChoice, session_id: str, count: int | None, as_json: boo
     line is an object with the fields of the event log; "event" says which kind.
     """
     seen = 0
-    try:
-        with daemon.connect() as client:
-            for push in client.watch(session_id):
-                echo(json_line(push) if as_json else text_line(push, wall_ns(push)))
-                seen += not isinstance(push, WatchLost)
-                if seen == count:
-                    break
-    except (KeyboardInterrupt, ConnectionLost):
-        # Both are the ordinary end of a watch.
-        return
+    with daemon.connect() as client:
+        # A watch has a connection of its own.
+        pushes = client.watch(session_id)
+    with pushes, contextlib.suppress(ConnectionLost, KeyboardInterrupt):
+        for push in pushes:
+            echo(json_line(push) if as_json else text_line(push, wall_ns(push)))
+            seen += not isinstance(push, WatchLost)
+            if seen == count:
+                break
 
 
 def wall_ns(push: Any) -> int:
