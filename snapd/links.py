@@ -290,8 +290,7 @@ class Link:
                 self._wake.close()
             else:
                 self._wake.read(8)
-        if not self.is_closed:
-            self._pump()
+        self._pump()
 
     def _expire_if_due(self, errand: Errand[_T]) -> None:
         if not errand.is_done and monotonic() >= errand.deadline_s:

@@ -29,7 +29,7 @@ _R = TypeVar("_R")
 
 TIMEOUT_S_DEFAULT: Final = 5.0
 PAGE_ATTEMPTS: Final = 250
-_BLANKS_AT_END: Final = re.compile(r" +((?:\x1b\[[0-9;]*m)*) *$")
+_BLANKS_AT_END: Final = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
 # Wider than any table: a session id has at most some thousand characters.
 _TABLE_COLUMNS_MAX: Final = 1_000_000
 SYSTEM_SOCKET_PATH: Final = "/run/kv-snapd/snapd.sock"
@@ -325,7 +325,7 @@ class Table:
             console.print(self._table, crop=False)
         for line in capture.get().splitlines():
             # A heading's blanks are inside its colour.
-            echo(self._indent + _BLANKS_AT_END.sub(r"\1", line))
+            echo(self._indent + _BLANKS_AT_END.sub(lambda end: end[0].replace(" ", ""), line))
 
 
 def state_cell(state: str) -> "Text":

@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
 from pathlib import Path
 
+from snapd import calls
 from snapd.client import AsyncClient, Client
+from snapd.core.events import State
+from snapd.errors import Reason
 from snapd.wire import (
     AckRep,
     ArenaOffer,
@@ -14,12 +18,20 @@ from snapd.wire import (
     HelloRep,
     HelloReq,
     PingRep,
+    SessionEnded,
+    WatchTransition,
     decode_request,
     encode_frame,
 )
 
 # Far more than anything takes here; only a test that fails waits for it.
 PATIENCE_S = 20.0
+# For what must not come.
+SHORT_S = 0.05
+
+VOTE = calls.vote(7, 0, 1, True)
+COMMIT = calls.commit(7, 0, 256, 1, ((1, 2),))
+PREPARE = calls.prepare_receive("s", 10, "f" * 32)
 
 
 def hello_rep(request_id, epoch="epoch-1", **changes):
@@ -243,3 +255,80 @@ class AsyncDriver:
     def end(self):
         self.close()
         self.loop.close()
+
+
+def begin(driver, daemon, *wanted, **changes):
+    """Submit calls on a new connection; return its peer, after hello, and what was submitted."""
+    pendings = [driver.submit(call) for call in wanted]
+    peer = daemon.accept()
+    peer.greet(**changes)
+    driver.pump()
+    return peer, *pendings
+
+
+def ended(slab_handle):
+    return SessionEnded(
+        slab_handle=slab_handle,
+        session_id="s",
+        state=State.ABORTED,
+        reason=Reason.EVICTED,
+        drain_wanted=False,
+    )
+
+
+def transition(at_ns):
+    return WatchTransition(
+        at_ns=at_ns, session_id="s", slab_handle=1, from_state="", to_state="RESERVED", reason=Reason.OK,
+        num_tokens=1, token_start=0, bytes=1, duration_ms=0.0,
+    )  # fmt: skip
+
+
+def serve_one_ping(daemon, epoch="epoch-1"):
+    peer = daemon.accept()
+    peer.greet(epoch)
+    peer.send(PingRep(id=peer.read().id, epoch=epoch))
+    return peer
+
+
+def connected(client, daemon):
+    pending = client.submit(calls.greet())
+    peer = daemon.accept()
+    peer.greet()
+    return peer, pending.wait()
+
+
+def in_thread(work):
+    """Start *work*; return a function that waits for its result."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append((work(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join():
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
+
+    return join
+
+
+def wait_until(is_true):
+    """Yield to the other threads until *is_true*."""
+    for _ in range(10_000_000):
+        if is_true():
+            return
+        os.sched_yield()
+    raise AssertionError("it did not come to that")
+
+
+def num_fds():
+    return len(list(Path("/proc/self/fd").iterdir()))

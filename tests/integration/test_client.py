@@ -1,8 +1,8 @@
-"""Both clients against a daemon that does what the test says, and against the real one."""
+"""Both clients against a daemon that does what the test says: calls, refusals, time, pushes."""
 
 import asyncio
+import errno
 import inspect
-import itertools
 import os
 import socket
 import subprocess
@@ -11,9 +11,25 @@ import threading
 from pathlib import Path
 
 import pytest
-from client_cases import PATIENCE_S, AsyncDriver, FakeDaemon, Peer, SyncDriver, hello_rep
+from client_cases import (
+    COMMIT,
+    PATIENCE_S,
+    PREPARE,
+    SHORT_S,
+    VOTE,
+    AsyncDriver,
+    FakeDaemon,
+    Peer,
+    SyncDriver,
+    begin,
+    connected,
+    ended,
+    num_fds,
+    serve_one_ping,
+    transition,
+)
 
-from snapd import calls, exchange, links
+from snapd import calls, links
 from snapd.client import AsyncClient, Client
 from snapd.core.events import State
 from snapd.errors import (
@@ -24,34 +40,24 @@ from snapd.errors import (
     InvalidRequest,
     LimitReached,
     PermissionDenied,
-    ProtocolError,
     Reason,
     RequestError,
     RequestTimeout,
     StaleHandle,
     WrongRank,
 )
-from snapd.exchange import CONNECTIONS_AN_ERRAND_MAX, PUSHES_MAX
-from snapd.layout import Layout
 from snapd.wire import (
     AckRep,
     CommitReq,
-    DeclareLayoutRep,
-    DeclareLayoutReq,
+    DrainReq,
     ErrorRep,
     HelloReq,
-    LookupReq,
     PingRep,
     PingReq,
     RankGrant,
-    SessionEnded,
-    SnapshotPrepareReceiveReqInput,
     SnapshotPrepareReceiveReqOutput,
     VoteRep,
     VoteReq,
-    WatchLost,
-    WatchReq,
-    WatchTransition,
     encode_frame,
 )
 
@@ -59,11 +65,6 @@ OPERATIONS = [
     "abort", "begin_ingest", "commit", "declare_layout", "drain", "drained", "get", "list_sessions", "lookup",
     "ping", "prepare_receive", "stats", "transfer_failed", "transfer_started", "vote",
 ]  # fmt: skip
-LAYOUT = Layout((64, 64), (64, 64))
-VOTE = calls.vote(7, 0, 1, True)
-COMMIT = calls.commit(7, 0, 256, 1, ((1, 2),))
-PREPARE = calls.prepare_receive("s", 10, "f" * 32)
-SHORT_S = 0.05
 
 
 @pytest.fixture
@@ -85,32 +86,6 @@ def drive(request, daemon):
     yield make
     for driver in drivers:
         driver.end()
-
-
-def begin(driver, daemon, *wanted, **changes):
-    """Submit calls on a new connection; return its peer, after hello, and what was submitted."""
-    pendings = [driver.submit(call) for call in wanted]
-    peer = daemon.accept()
-    peer.greet(**changes)
-    driver.pump()
-    return peer, *pendings
-
-
-def ended(slab_handle):
-    return SessionEnded(
-        slab_handle=slab_handle,
-        session_id="s",
-        state=State.ABORTED,
-        reason=Reason.EVICTED,
-        drain_wanted=False,
-    )
-
-
-def transition(at_ns):
-    return WatchTransition(
-        at_ns=at_ns, session_id="s", slab_handle=1, from_state="", to_state="RESERVED", reason=Reason.OK,
-        num_tokens=1, token_start=0, bytes=1, duration_ms=0.0,
-    )  # fmt: skip
 
 
 # --- the operations ----------------------------------------------------------------------------
@@ -138,7 +113,7 @@ def test_both_clients_have_the_same_surface():
     assert surface(Client) == surface(AsyncClient)
 
 
-def test_an_operation_of_the_client_sends_its_request_and_returns_the_result(daemon):
+def test_an_operation_sends_its_request_and_returns_the_result(daemon):
     seen = []
 
     def script():
@@ -149,31 +124,24 @@ def test_an_operation_of_the_client_sends_its_request_and_returns_the_result(dae
 
     async def in_async():
         async with AsyncClient(daemon.path) as client:
-            return await client.commit(7, 1, 256, 2, ((1, 2),), epoch="epoch-1")
+            return await client.commit(7, 1, 256, 2, ((1, 2),), epoch="epoch-1"), await client.drain(False)
 
     with daemon.playing(script), Client(daemon.path) as client:
-        assert client.commit(7, 1, 256, 2, ((1, 2),), epoch="epoch-1") == AckRep(id=seen[0].id)
-        assert client.drain(False) == AckRep(id=seen[1].id)
-    assert seen[0] == CommitReq(
-        id=seen[0].id,
-        slab_handle=7,
-        epoch="epoch-1",
-        rank=1,
-        num_bytes=256,
-        num_tokens=2,
-        checksums=((1, 2),),
-    )
+        replies = client.commit(7, 1, 256, 2, ((1, 2),), epoch="epoch-1"), client.drain(False)
     with daemon.playing(script):
-        script_done = seen.append
-        script_done(None)
-        asyncio.run(_twice(daemon.path))
-    del in_async
-
-
-async def _twice(path):
-    async with AsyncClient(path) as client:
-        assert isinstance(await client.commit(7, 1, 256, 2, ((1, 2),)), AckRep)
-        assert isinstance(await client.abort(7), AckRep)
+        replies += asyncio.run(in_async())
+    assert replies == tuple(AckRep(id=request.id) for request in seen)
+    for commit, drain in (seen[:2], seen[2:]):
+        assert commit == CommitReq(
+            id=commit.id,
+            slab_handle=7,
+            epoch="epoch-1",
+            rank=1,
+            num_bytes=256,
+            num_tokens=2,
+            checksums=((1, 2),),
+        )
+        assert drain == DrainReq(id=drain.id, draining=False)
 
 
 def test_hello_says_who_the_client_is_and_what_it_answers_can_be_read(daemon, drive):
@@ -300,16 +268,24 @@ def test_a_socket_that_nobody_serves_any_more_is_unreachable(daemon, drive):
         drive().call(calls.ping())
 
 
-def test_a_socket_that_may_not_be_used_is_unreachable_and_says_so(tmp_path, monkeypatch):
-    def refuse(self, path):
-        raise PermissionError(13, "Permission denied")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may use any socket")
+def test_a_socket_that_may_not_be_used_is_unreachable_and_says_so(daemon, drive):
+    Path(daemon.path).chmod(0)
+    with pytest.raises(DaemonUnreachable, match="allowed_uids"):
+        drive().call(calls.ping())
 
-    assert "allowed_uids" in str(links.unreachable("/x", PermissionError(13, "Permission denied")))
-    monkeypatch.setattr(links, "unreachable", lambda path, error: DaemonUnreachable(f"{path}: {error}"))
-    client = Client("/" + "x" * 200)
-    with pytest.raises(DaemonUnreachable, match="too long"):
-        client.ping()
-    client.close()
+
+def test_missing_permission_is_explained():
+    error = links.unreachable("/run/x.sock", PermissionError(errno.EACCES, "Permission denied"))
+    assert "/run/x.sock" in str(error)
+    assert "allowed_uids" in str(error)
+
+
+def test_a_path_that_is_too_long_is_unreachable_and_says_so():
+    for driver in (SyncDriver("/" + "x" * 200), AsyncDriver("/" + "x" * 200)):
+        with pytest.raises(DaemonUnreachable, match="too long"):
+            driver.call(calls.ping())
+        driver.end()
 
 
 def test_a_client_reaches_a_daemon_that_came_later(daemon, drive):
@@ -320,13 +296,6 @@ def test_a_client_reaches_a_daemon_that_came_later(daemon, drive):
     daemon.restart()
     with daemon.playing(lambda: serve_one_ping(daemon)):
         assert driver.call(calls.ping()).epoch == "epoch-1"
-
-
-def serve_one_ping(daemon, epoch="epoch-1"):
-    peer = daemon.accept()
-    peer.greet(epoch)
-    peer.send(PingRep(id=peer.read().id, epoch=epoch))
-    return peer
 
 
 def test_connect_can_wait_for_a_daemon_that_is_starting(daemon, monkeypatch):
@@ -467,6 +436,38 @@ def test_what_timed_out_before_it_was_written_is_not_sent_later(daemon, drive):
     peer.send(PingRep(id=peer.read().id, epoch="epoch-1"))
     assert driver.wait(first)
     assert not peer.has_more()
+
+
+def test_what_times_out_behind_a_frame_that_is_being_written_is_not_sent_later(daemon, drive):
+    driver = drive()
+    big = calls.lookup("f" * 32, page_keys=["k" * 32] * 50_000)
+    peer, first, behind = begin(driver, daemon, big, calls.prepare_receive("s", 1, "f", timeout_s=SHORT_S))
+    with pytest.raises(RequestTimeout, match="was not sent"):
+        driver.wait(behind)
+
+    def script():
+        peer.send(ErrorRep(id=peer.read().id, reason=Reason.LIMIT_REACHED))
+
+    with daemon.playing(script), pytest.raises(LimitReached):
+        driver.wait(first)
+    assert not peer.has_more()
+
+
+def test_a_frame_that_times_out_while_it_is_written_is_written_whole(daemon, drive):
+    driver = drive()
+    big = calls.lookup("f" * 32, page_keys=["k" * 32] * 50_000, timeout_s=SHORT_S)
+    peer, greeted = begin(driver, daemon, calls.greet())
+    driver.wait(greeted)
+    first, behind = driver.submit(big), driver.submit(calls.ping())
+    with pytest.raises(RequestTimeout):
+        driver.wait(first)
+
+    def script():
+        assert len(peer.read().page_keys) == 50_000
+        peer.send(PingRep(id=peer.read().id, epoch="epoch-1"))
+
+    with daemon.playing(script):
+        assert driver.wait(behind).epoch == "epoch-1"
 
 
 def test_a_full_accept_queue_is_waited_for_within_the_timeout(tmp_path):
@@ -616,585 +617,6 @@ def test_pushes_of_an_unknown_kind_or_for_watchers_are_ignored(daemon, drive):
     assert driver.client.take_ended() == []
 
 
-# --- the connection ends -----------------------------------------------------------------------
-
-
-def test_a_repeatable_request_is_sent_once_more_when_the_connection_ends(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, COMMIT)
-    sent = peer.read()
-    peer.close()
-    driver.pump()
-    again = daemon.accept()
-    again.greet()
-    driver.pump()
-    assert again.read() == sent
-    again.send(AckRep(id=sent.id, state=State.READY))
-    assert driver.wait(pending).state is State.READY
-    assert driver.client.reconnects == 1
-
-
-def test_a_prepare_that_was_sent_is_not_sent_again(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, PREPARE)
-    assert isinstance(peer.read(), SnapshotPrepareReceiveReqInput)
-    peer.close()
-    with pytest.raises(ConnectionLost, match="may have had its effect"):
-        driver.wait(pending)
-    assert not daemon.has_caller()
-
-
-def test_a_request_is_tried_on_two_connections_and_no_more(daemon, drive):
-    driver = drive()
-    pending = driver.submit(COMMIT)
-    for _ in range(CONNECTIONS_AN_ERRAND_MAX):
-        peer = daemon.accept()
-        peer.greet()
-        driver.pump()
-        assert isinstance(peer.read(), CommitReq)
-        peer.close()
-        if CONNECTIONS_AN_ERRAND_MAX != len(daemon.peers):
-            driver.pump()
-    with pytest.raises(ConnectionLost):
-        driver.wait(pending)
-    assert not daemon.has_caller()
-
-
-def test_a_daemon_that_hangs_up_before_hello_is_given_up_after_two_connections(daemon, drive):
-    driver = drive()
-    pending = driver.submit(PREPARE)
-    daemon.accept().close()
-    driver.pump()
-    daemon.accept().close()
-    with pytest.raises(ConnectionLost, match="was not sent"):
-        driver.wait(pending)
-    assert not daemon.has_caller()
-
-
-def test_a_sent_request_is_lost_and_an_unsent_one_unreachable_when_the_daemon_is_gone(daemon, drive):
-    driver = drive()
-    peer, sent = begin(driver, daemon, COMMIT)
-    assert isinstance(peer.read(), CommitReq)
-    daemon.stop()
-    with pytest.raises(ConnectionLost, match="nobody listens"):
-        driver.wait(sent)
-    with pytest.raises(DaemonUnreachable):
-        driver.call(PREPARE)
-
-
-def test_a_prepare_after_the_daemon_was_restarted_while_idle_is_sent_to_the_new_one(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, calls.ping())
-    peer.send(PingRep(id=peer.read().id, epoch="epoch-1"))
-    driver.wait(pending)
-    daemon.restart()
-    peer, pending = begin(driver, daemon, PREPARE, epoch="epoch-2")
-    request = peer.read()
-    peer.send(SnapshotPrepareReceiveReqOutput(id=request.id, ok=True, slab_handle=4))
-    grant = driver.wait(pending)
-    assert (grant.slab_handle, grant.epoch) == (4, "epoch-2")
-
-
-def test_a_prepare_that_was_not_written_whole_is_sent_again(daemon, drive):
-    driver = drive()
-    big = calls.prepare_receive("s", 1, "f", page_keys=["k" * 32] * 50_000)
-    peer, pending = begin(driver, daemon, big)
-    assert peer.sock.recv(100)
-    peer.close()
-    driver.pump()
-    again = daemon.accept()
-    again.greet()
-
-    def script():
-        request = again.read()
-        assert len(request.page_keys) == 50_000
-        again.send(SnapshotPrepareReceiveReqOutput(id=request.id, ok=True, slab_handle=4))
-
-    with daemon.playing(script):
-        assert driver.wait(pending).slab_handle == 4
-
-
-def test_a_frame_larger_than_the_socket_buffer_is_written_as_the_daemon_reads(daemon, drive):
-    driver = drive()
-    big = calls.lookup("f" * 32, page_keys=["k" * 32] * 50_000)
-    peer, first, second = begin(driver, daemon, big, big)
-
-    def script():
-        for _ in range(2):
-            request = peer.read()
-            assert isinstance(request, LookupReq)
-            assert len(request.page_keys) == 50_000
-            peer.send(ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED))
-
-    with daemon.playing(script):
-        for pending in (first, second):
-            with pytest.raises(LimitReached):
-                driver.wait(pending)
-
-
-def test_what_the_daemon_said_before_it_hung_up_is_in_the_error(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, PREPARE)
-    peer.read()
-    peer.send(ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail="a frame was not finished"))
-    peer.close()
-    with pytest.raises(ConnectionLost, match="a frame was not finished"):
-        driver.wait(pending)
-
-
-def test_a_reply_that_came_before_the_end_counts(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, PREPARE)
-    peer.send(SnapshotPrepareReceiveReqOutput(id=peer.read().id, ok=True, slab_handle=4))
-    peer.close()
-    assert driver.wait(pending).slab_handle == 4
-
-
-# --- another epoch -----------------------------------------------------------------------------
-
-
-def declare(driver, daemon, rank, fingerprint, peer=None):
-    call = calls.declare_layout(rank, LAYOUT)
-    if peer is None:
-        peer, pending = begin(driver, daemon, call)
-    else:
-        pending = driver.submit(call)
-    request = peer.read()
-    assert isinstance(request, DeclareLayoutReq)
-    peer.send(DeclareLayoutRep(id=request.id, layout_fingerprint=fingerprint))
-    assert driver.wait(pending) == fingerprint
-    return peer
-
-
-def test_layouts_are_declared_again_in_another_epoch_before_anything_else(daemon, drive):
-    hellos = []
-    driver = drive(on_new_epoch=hellos.append)
-    peer = declare(driver, daemon, 0, "aa")
-    declare(driver, daemon, 1, "bb", peer)
-    daemon.restart()
-    peer, pending = begin(driver, daemon, PREPARE, epoch="epoch-2")
-    again = [peer.read(), peer.read()]
-    assert [(request.rank, request.layout) for request in again] == [(0, LAYOUT), (1, LAYOUT)]
-    driver.pump()
-    peer.send(DeclareLayoutRep(id=again[1].id, layout_fingerprint="bb"))
-    driver.pump()
-    assert not peer.has_more()
-    assert hellos == []
-    # A layout that is refused does not hold up the rest.
-    peer.send(ErrorRep(id=again[0].id, reason=Reason.LIMIT_REACHED))
-    driver.pump()
-    assert [hello.epoch for hello in hellos] == ["epoch-2"]
-    peer.send(SnapshotPrepareReceiveReqOutput(id=peer.read().id, ok=True, slab_handle=4))
-    assert driver.wait(pending).epoch == "epoch-2"
-    assert (driver.client.epoch, driver.client.reconnects) == ("epoch-2", 1)
-
-
-def test_a_connection_that_ends_while_layouts_are_declared_declares_them_on_the_next(daemon, drive):
-    driver = drive()
-    declare(driver, daemon, 0, "aa")
-    daemon.restart()
-    peer, pending = begin(driver, daemon, calls.ping(), epoch="epoch-2")
-    peer.read()
-    peer.close()
-    driver.pump()
-    peer = daemon.accept()
-    peer.greet("epoch-2")
-    driver.pump()
-    request = peer.read()
-    assert isinstance(request, DeclareLayoutReq)
-    peer.send(DeclareLayoutRep(id=request.id, layout_fingerprint="aa"))
-    driver.pump()
-    peer.send(PingRep(id=peer.read().id, epoch="epoch-2"))
-    assert driver.wait(pending)
-
-
-def test_in_the_same_epoch_nothing_is_declared_again_and_nobody_is_told(daemon, drive):
-    hellos = []
-    driver = drive(on_new_epoch=hellos.append)
-    peer = declare(driver, daemon, 0, "aa")
-    peer.close()
-    peer, pending = begin(driver, daemon, calls.ping())
-    request = peer.read()
-    assert isinstance(request, PingReq)
-    peer.send(PingRep(id=request.id, epoch="epoch-1"))
-    driver.wait(pending)
-    assert hellos == []
-    assert driver.client.reconnects == 1
-
-
-def test_a_layout_that_was_refused_is_not_declared_again(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, calls.declare_layout(9, LAYOUT))
-    peer.send(ErrorRep(id=peer.read().id, reason=Reason.WRONG_RANK))
-    with pytest.raises(WrongRank):
-        driver.wait(pending)
-    daemon.restart()
-    peer, pending = begin(driver, daemon, calls.ping(), epoch="epoch-2")
-    assert isinstance(peer.read(), PingReq)
-
-
-def test_layouts_that_are_remembered_are_bounded(daemon, drive, monkeypatch):
-    monkeypatch.setattr(exchange, "LAYOUTS_REMEMBERED_MAX", 2)
-    driver = drive()
-    peer = declare(driver, daemon, 0, "aa")
-    declare(driver, daemon, 1, "bb", peer)
-    declare(driver, daemon, 2, "cc", peer)
-    daemon.restart()
-    peer, _ = begin(driver, daemon, calls.ping(), epoch="epoch-2")
-    assert [peer.read().rank, peer.read().rank] == [1, 2]
-    assert not peer.has_more()
-
-
-def test_a_request_of_the_old_epoch_that_was_under_way_is_stale_in_the_new_one(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, calls.commit(7, 0, 1, 1, (), epoch="epoch-1"))
-    assert isinstance(peer.read(), CommitReq)
-    daemon.restart()
-    driver.pump()
-    peer = daemon.accept()
-    peer.greet("epoch-2")
-    with pytest.raises(StaleHandle):
-        driver.wait(pending)
-    assert not peer.has_more()
-
-
-def test_a_hook_that_fails_does_not_cost_the_reply(daemon, drive, caplog):
-    def fail(hello):
-        raise ValueError("my bug")
-
-    driver = drive(on_new_epoch=fail)
-    peer, pending = begin(driver, daemon, calls.ping())
-    peer.send(PingRep(id=peer.read().id, epoch="epoch-1"))
-    driver.wait(pending)
-    daemon.restart()
-    with daemon.playing(lambda: serve_one_ping(daemon, "epoch-2")):
-        assert driver.call(calls.ping()).epoch == "epoch-2"
-    assert "my bug" in caplog.text
-
-
-def test_the_hook_may_use_the_client(daemon):
-    seen = []
-    client = Client(daemon.path, on_new_epoch=lambda hello: seen.append(client.ping().epoch))
-    with daemon.playing(lambda: serve_one_ping(daemon)):
-        client.ping()
-    daemon.restart()
-
-    def script():
-        peer = daemon.accept()
-        peer.greet("epoch-2")
-        for _ in range(2):
-            peer.send(PingRep(id=peer.read().id, epoch="epoch-2"))
-
-    with daemon.playing(script):
-        client.ping()
-    assert seen == ["epoch-2"]
-    client.close()
-
-
-# --- what is no protocol -----------------------------------------------------------------------
-
-GARBAGE = {
-    "huge": b"\xff\xff\xff\x7f",
-    "empty-frame": b"\0\0\0\0",
-    "no-msgpack": b"\x03\0\0\0\xc1\xc1\xc1",
-    "no-message": b"\x01\0\0\0\x07",
-    "a-request": encode_frame(PingReq(id=1)),
-    "other-reply": None,
-    "not-asked": encode_frame(AckRep(id=10_000)),
-    "negative-id": encode_frame(AckRep(id=-1)),
-}
-
-
-@pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_ends_the_connection_with_a_protocol_error_and_the_next_call_works(daemon, drive, kind):
-    driver = drive()
-    peer, pending, other = begin(driver, daemon, calls.ping(), COMMIT)
-    request = peer.read()
-    peer.read()
-    peer.sock.sendall(GARBAGE[kind] or encode_frame(AckRep(id=request.id)))
-    for submitted in (pending, other):
-        with pytest.raises(ProtocolError):
-            driver.wait(submitted)
-    assert peer.read() is None
-    with daemon.playing(lambda: serve_one_ping(daemon)):
-        assert driver.call(calls.ping()).epoch == "epoch-1"
-
-
-HELLO_GARBAGE = {
-    "other-protocol": lambda request: encode_frame(hello_rep(request.id, protocol=2)),
-    "other-id": lambda request: encode_frame(hello_rep(request.id + 1)),
-    "other-reply": lambda request: encode_frame(AckRep(id=request.id)),
-    "more-than-hello": lambda request: encode_frame(hello_rep(request.id)) + b"\x09",
-    "long": lambda request: (1 << 21).to_bytes(4, "little"),
-    "http": lambda request: b"HTTP/1.1 400 Bad Request\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("kind", HELLO_GARBAGE)
-def test_who_does_not_answer_hello_with_hello_is_not_spoken_to(daemon, drive, kind):
-    driver = drive()
-    pending = driver.submit(PREPARE)
-    peer = daemon.accept()
-    peer.sock.sendall(HELLO_GARBAGE[kind](peer.read()))
-    with pytest.raises(ProtocolError):
-        driver.wait(pending)
-    assert peer.read() is None
-
-
-def test_a_reply_that_does_not_answer_a_layout_declared_again_is_a_protocol_error(daemon, drive):
-    driver = drive()
-    declare(driver, daemon, 0, "aa")
-    daemon.restart()
-    peer, pending = begin(driver, daemon, calls.ping(), epoch="epoch-2")
-    peer.send(AckRep(id=peer.read().id))
-    with pytest.raises(ProtocolError):
-        driver.wait(pending)
-
-
-def test_a_reply_that_is_sent_before_its_request_is_a_protocol_error(daemon, drive):
-    driver = drive()
-    big = calls.lookup("f" * 32, page_keys=["k" * 32] * 50_000)
-    peer, pending, behind = begin(driver, daemon, big, calls.ping())
-    peer.send(PingRep(id=behind._errand.id if isinstance(driver, SyncDriver) else 2, epoch="epoch-1"))
-    with pytest.raises(ProtocolError, match="not sent"):
-        driver.wait(behind)
-
-
-def test_the_end_inside_a_frame_is_a_lost_connection_that_says_so(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, PREPARE)
-    request = peer.read()
-    frame = encode_frame(SnapshotPrepareReceiveReqOutput(id=request.id, ok=True, slab_handle=4))
-    peer.sock.sendall(frame[:-1])
-    driver.pump()
-    peer.close()
-    with pytest.raises(ConnectionLost, match="middle of a frame"):
-        driver.wait(pending)
-
-
-def test_half_a_frame_of_a_former_connection_does_not_spoil_the_next(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, COMMIT)
-    request = peer.read()
-    peer.sock.sendall(encode_frame(AckRep(id=request.id))[:-1])
-    driver.pump()
-    peer.close()
-    driver.pump()
-    peer = daemon.accept()
-    peer.greet()
-    driver.pump()
-    peer.send(AckRep(id=peer.read().id, state=State.READY))
-    assert driver.wait(pending).state is State.READY
-
-
-def test_a_frame_may_come_byte_by_byte(daemon, drive):
-    driver = drive()
-    pending = driver.submit(calls.ping())
-    peer = daemon.accept()
-    for byte in encode_frame(hello_rep(peer.read().id)):
-        peer.sock.sendall(bytes([byte]))
-        driver.pump()
-    for byte in encode_frame(PingRep(id=peer.read().id, epoch="epoch-1")):
-        assert driver.poll(pending) is None
-        peer.sock.sendall(bytes([byte]))
-    assert driver.poll(pending).epoch == "epoch-1"
-
-
-# --- threads -----------------------------------------------------------------------------------
-
-
-def test_threads_share_one_client_and_each_gets_its_own_answers(daemon):
-    num_threads, num_calls = 8, 100
-    errors = []
-
-    def script():
-        peer = daemon.accept()
-        peer.greet()
-        held = []
-        for count in itertools.count(1):
-            request = peer.read()
-            if request is None:
-                return
-            held.append(request)
-            # Turn the order round, but never wait for more than what is surely under way.
-            if len(held) == 2 or not peer.has_more():
-                peer.send(
-                    *[
-                        ErrorRep(id=r.id, reason=Reason.STALE_HANDLE, detail=f"<{r.slab_handle}>")
-                        for r in held[::-1]
-                    ]
-                )
-                held.clear()
-            if count == num_threads * num_calls:
-                return
-
-    def work(number):
-        try:
-            for index in range(num_calls):
-                handle = number * num_calls + index
-                with pytest.raises(StaleHandle, match=f"<{handle}>"):
-                    client.get(handle)
-        except BaseException as error:
-            errors.append(error)
-
-    with Client(daemon.path, timeout_s=PATIENCE_S) as client, daemon.playing(script):
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert errors == []
-    assert client.in_flight == 0
-
-
-def in_thread(work):
-    """Start *work*; return a function that waits for its result."""
-    outcome = []
-
-    def run():
-        try:
-            outcome.append((work(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def join():
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
-
-    return join
-
-
-def wait_until(is_true):
-    """Yield to the other threads until *is_true*."""
-    for _ in range(10_000_000):
-        if is_true():
-            return
-        os.sched_yield()
-    raise AssertionError("it did not come to that")
-
-
-def test_a_thread_that_waits_for_a_vote_does_not_hold_up_the_others(daemon):
-    with Client(daemon.path, timeout_s=PATIENCE_S) as client:
-        peer, _ = connected(client, daemon)
-        join = in_thread(lambda: client.call(VOTE))
-        vote = peer.read()
-        with daemon.playing(lambda: [peer.send(PingRep(id=peer.read().id, epoch="e")) for _ in range(20)]):
-            for _ in range(20):
-                client.ping()
-        peer.send(VoteRep(id=vote.id, commit=True, reason=Reason.OK, state=State.INGESTED))
-        assert join().commit
-
-
-def connected(client, daemon):
-    pending = client.submit(calls.greet())
-    peer = daemon.accept()
-    peer.greet()
-    return peer, pending.wait()
-
-
-def test_a_reply_that_another_thread_reads_wakes_the_one_that_waits_for_it(daemon):
-    with Client(daemon.path, timeout_s=PATIENCE_S) as client:
-        peer, _ = connected(client, daemon)
-        for _ in range(50):
-            join = in_thread(lambda: client.call(calls.ping(timeout_s=PATIENCE_S)))
-            request = peer.read()
-            wait_until(lambda: client._link._has_leader)
-            with client._link._changed:
-                # Read under the leader's nose, before it can.
-                peer.send(PingRep(id=request.id, epoch="e"))
-                client._link._pump()
-            assert join().epoch == "e"
-
-
-def test_what_does_not_fit_the_socket_is_written_by_the_thread_that_sleeps(daemon):
-    big = calls.lookup("f" * 32, page_keys=["k" * 32] * 50_000)
-    with Client(daemon.path, timeout_s=PATIENCE_S) as client:
-        peer, _ = connected(client, daemon)
-        join = in_thread(lambda: client.call(VOTE))
-        vote = peer.read()
-        wait_until(lambda: client._link._has_leader)
-        pending = client.submit(big)
-
-        def script():
-            request = peer.read()
-            peer.send(ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED))
-            peer.send(VoteRep(id=vote.id, commit=True, reason=Reason.OK, state=State.INGESTED))
-
-        with daemon.playing(script):
-            # Nobody but the sleeping thread works until the vote is there.
-            assert join().commit
-        with pytest.raises(LimitReached):
-            pending.poll()
-
-
-def test_a_follower_takes_over_when_the_leader_is_done(daemon):
-    with Client(daemon.path, timeout_s=PATIENCE_S) as client:
-        peer, _ = connected(client, daemon)
-        joins, requests = [], []
-        for _ in range(3):
-            joins.append(in_thread(client.ping))
-            requests.append(peer.read())
-        for request in requests:
-            peer.send(PingRep(id=request.id, epoch=f"e-{request.id}"))
-        assert {join().epoch for join in joins} == {f"e-{request.id}" for request in requests}
-
-
-def test_close_ends_what_is_under_way_in_other_threads(daemon):
-    client = Client(daemon.path, timeout_s=PATIENCE_S)
-    peer, _ = connected(client, daemon)
-    join = in_thread(lambda: client.call(VOTE))
-    peer.read()
-    wait_until(lambda: client._link._has_leader)
-    client.close()
-    with pytest.raises(ConnectionLost, match="closed"):
-        join()
-    assert peer.read() is None
-
-
-def test_a_closed_client_stays_closed(daemon, drive):
-    driver = drive()
-    peer, pending = begin(driver, daemon, calls.ping())
-    driver.close()
-    driver.close()
-    with pytest.raises(ConnectionLost, match="closed"):
-        driver.wait(pending)
-    with pytest.raises(ConnectionLost, match="closed"):
-        driver.call(calls.ping())
-    with pytest.raises(ConnectionLost, match="closed"):
-        driver.connect(wait_s=PATIENCE_S)
-    assert not daemon.has_caller()
-
-
-def test_an_interrupted_call_is_forgotten(daemon, monkeypatch):
-    with Client(daemon.path) as client:
-        connected(client, daemon)
-
-        def interrupt(errand, until_s):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(client._link, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            client.ping()
-        assert client.in_flight == 0
-
-
-def test_poll_does_not_wait_for_a_flood_to_end(daemon, monkeypatch):
-    monkeypatch.setattr(links, "READS_MAX", 2)
-    monkeypatch.setattr(links, "READ_BYTES", 64)
-    with Client(daemon.path) as client:
-        peer, _ = connected(client, daemon)
-        for handle in range(10):
-            peer.send(ended(handle))
-        assert 0 < len(client.take_ended()) < 10
-
-
 # --- asyncio -----------------------------------------------------------------------------------
 
 
@@ -1232,6 +654,50 @@ def test_a_call_that_is_cancelled_before_hello_is_never_sent(daemon):
             assert (await ping).epoch == "epoch-1"
 
     asyncio.run(main())
+
+
+def test_a_reply_that_comes_with_the_cancellation_is_ignored(daemon):
+    driver = AsyncDriver(daemon.path)
+    peer, greeted = begin(driver, daemon, calls.greet())
+    driver.wait(greeted)
+
+    async def main():
+        future = driver.client.submit(calls.ping())
+        peer.send(PingRep(id=peer.read().id, epoch="epoch-1"))
+        future.cancel()
+        driver.client._link.pump()
+        with pytest.raises(asyncio.CancelledError):
+            await future
+
+    driver.run(main())
+    assert driver.client.in_flight == 0
+    driver.end()
+
+
+def test_the_loop_watches_for_room_only_while_something_is_to_be_written(daemon):
+    driver = AsyncDriver(daemon.path)
+    big = calls.lookup("f" * 32, page_keys=["k" * 32] * 50_000)
+    peer, pending = begin(driver, daemon, big)
+    fd = driver.client._link._channel.sock.fileno()
+
+    def script():
+        peer.send(ErrorRep(id=peer.read().id, reason=Reason.LIMIT_REACHED))
+
+    with daemon.playing(script), pytest.raises(LimitReached):
+        driver.wait(pending)
+    assert not driver.loop.remove_writer(fd)
+    driver.end()
+
+
+def test_the_loop_does_not_watch_a_connection_that_has_ended(daemon):
+    driver = AsyncDriver(daemon.path)
+    begin(driver, daemon, calls.prepare_receive("s", 1, "f", page_keys=["k" * 32] * 50_000))
+    fd = driver.client._link._channel.sock.fileno()
+    daemon.stop()
+    driver.pump()
+    assert not driver.loop.remove_writer(fd)
+    assert not driver.loop.remove_reader(fd)
+    driver.end()
 
 
 def test_tasks_share_one_connection(daemon):
@@ -1285,151 +751,16 @@ def test_an_idle_async_client_notices_the_end_of_the_connection_by_itself(daemon
             ping = asyncio.create_task(client.ping())
             peer = await asyncio.to_thread(serve_one_ping, daemon)
             await ping
+            is_over = asyncio.Event()
+            client._link.on_change = is_over.set
             peer.close()
-            while client._exchange.is_open:
-                await asyncio.sleep(0)
+            await is_over.wait()
+            assert not client._exchange.is_open
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-# --- watch -------------------------------------------------------------------------------------
-
-
-def watching(driver, daemon, **options):
-    peers = []
-
-    def script():
-        peer = daemon.accept()
-        peer.greet()
-        request = peer.ack()
-        assert isinstance(request, WatchReq)
-        peers.append((peer, request))
-
-    with daemon.playing(script):
-        watch = driver.watch(**options)
-    return watch, *peers[0]
-
-
-def test_a_watch_has_a_connection_of_its_own_and_gives_pushes_in_order(daemon, drive):
-    driver = drive()
-    watch, peer, request = watching(driver, daemon, session_id="s")
-    assert request.session_id == "s"
-    assert driver.client.epoch == ""
-    sent = [transition(1), WatchLost(count=3), transition(2)]
-    peer.send(*sent)
-    assert [driver.next_push(watch) for _ in sent] == sent
-    driver.close_watch(watch)
-    assert peer.read() is None
-
-
-def test_a_watch_in_which_nothing_happens_times_out_and_goes_on(daemon, drive):
-    driver = drive()
-    watch, peer, _ = watching(driver, daemon)
-    with pytest.raises(RequestTimeout):
-        driver.next_push(watch, SHORT_S)
-    peer.send(transition(1))
-    assert driver.next_push(watch) == transition(1)
-    driver.close_watch(watch)
-
-
-def test_a_watch_whose_daemon_hangs_up_says_so_after_the_last_push(daemon, drive):
-    driver = drive()
-    watch, peer, _ = watching(driver, daemon)
-    peer.send(transition(1))
-    peer.close()
-    assert driver.next_push(watch) == transition(1)
-    with pytest.raises(ConnectionLost):
-        driver.next_push(watch)
-    assert not daemon.has_caller()
-    driver.close_watch(watch)
-
-
-def test_a_watch_that_is_refused_is_raised_and_hangs_up(daemon, drive):
-    driver = drive()
-    peers = []
-
-    def script():
-        peers.append(daemon.accept())
-        peers[0].greet()
-        peers[0].send(ErrorRep(id=peers[0].read().id, reason=Reason.LIMIT_REACHED))
-
-    with daemon.playing(script), pytest.raises(LimitReached):
-        driver.watch()
-    assert peers[0].read() is None
-
-
-def test_a_watch_reads_no_more_than_it_has_room_for_and_loses_nothing(daemon, drive):
-    driver = drive()
-    watch, peer, _ = watching(driver, daemon)
-    num_pushes = 20 * PUSHES_MAX
-    most = 0
-    with daemon.playing(lambda: peer.send(*[transition(at_ns) for at_ns in range(num_pushes)])):
-        for at_ns in range(num_pushes):
-            assert driver.next_push(watch).at_ns == at_ns
-            most = max(most, len(watch._pushes))
-    assert most < 3 * PUSHES_MAX
-    driver.close_watch(watch)
-
-
-def test_a_loop_over_a_watch_ends_when_another_thread_closes_it(daemon):
-    driver = SyncDriver(daemon.path)
-    watch, peer, _ = watching(driver, daemon)
-    join = in_thread(lambda: list(watch))
-    peer.send(transition(1))
-    wait_until(lambda: watch._link._has_leader)
-    watch.close()
-    assert join() in ([transition(1)], [])
-    with pytest.raises(ConnectionLost):
-        watch.next(0)
-    driver.end()
-
-
-def test_a_loop_over_a_watch_raises_when_the_daemon_hangs_up(daemon):
-    driver = SyncDriver(daemon.path)
-    watch, peer, _ = watching(driver, daemon)
-    peer.send(transition(1))
-    peer.close()
-    with pytest.raises(ConnectionLost):
-        list(watch)
-    watch.close()
-    driver.end()
-
-
-def test_an_async_loop_over_a_watch_ends_when_another_task_closes_it(daemon):
-    driver = AsyncDriver(daemon.path)
-    watch, peer, _ = watching(driver, daemon)
-
-    async def main():
-        task = asyncio.create_task(collect())
-        await asyncio.sleep(0)
-        await watch.close()
-        return await task
-
-    async def collect():
-        return [push async for push in watch]
-
-    assert driver.run(main()) == []
-    driver.end()
-
-
-def test_an_async_loop_over_a_watch_raises_when_the_daemon_hangs_up(daemon):
-    driver = AsyncDriver(daemon.path)
-    watch, peer, _ = watching(driver, daemon)
-    peer.close()
-
-    async def collect():
-        return [push async for push in watch]
-
-    with pytest.raises(ConnectionLost):
-        driver.run(collect())
-    driver.end()
-
-
 # --- descriptors and imports -------------------------------------------------------------------
-
-
-def num_fds():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
@@ -1444,6 +775,15 @@ def test_no_descriptor_is_left_after_200_connections(daemon, is_closed):
         peer.close()
     daemon.peers.clear()
     assert num_fds() <= before
+
+
+def test_close_gives_the_descriptors_back_at_once(daemon):
+    before = num_fds()
+    clients = [Client(daemon.path) for _ in range(3)]
+    for client in clients:
+        connected(client, daemon)
+        client.close()
+    assert num_fds() == before + len(daemon.peers)
 
 
 def test_no_descriptor_is_left_after_200_reconnects_and_failures(daemon, drive):
