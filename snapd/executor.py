@@ -72,9 +72,11 @@ class Executor:
 
     def new_handle(self) -> int:
         """Return a handle for a new attempt: random, and not in use."""
+        books = self.machine.books
         while True:
             handle = secrets.randbits(HANDLE_BITS)
-            if handle and self.machine.books.find(handle) is None:
+            # What the history has forgotten may still name bytes in quarantine.
+            if handle and books.find(handle) is None and handle not in books.buffer.quarantine:
                 return handle
 
     def ask(self, event: Callable[[int, int], e.Event], on_result: Callable[[e.Result], None]) -> None:

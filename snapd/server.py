@@ -170,13 +170,18 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Let the client in, or say why not."""
         # A transport of uvloop has the methods, and not the class.
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast("asyncio.Transport", transport)
         room_bytes = self._config.reply_buffer_bytes_max - self._config.frame_bytes_max
         # Whoever is not congested can take one more reply of any size without being cut off.
         self._transport.set_write_buffer_limits(high=min(_CONGESTED_BYTES, room_bytes))
-        with self._socket() as sock:
-            self._peer = peer_of(sock)
         server = self._server
+        try:
+            with self._socket() as sock:
+                self._peer = peer_of(sock)
+        except OSError as error:
+            server.warnings.warn("peer unknown", error=error.strerror)
+            self._refuse_connection(Reason.LIMIT_REACHED, f"the peer cannot be looked at: {error.strerror}")
+            return
         if self._peer.uid not in server.allowed_uids:
             server.warnings.warn("peer refused", uid=self._peer.uid, pid=self._peer.pid)
             detail = f"user {self._peer.uid} is not in allowed_uids"
@@ -240,8 +245,8 @@ class Connection(asyncio.Protocol):
 
     def _take_turn(self) -> None:
         """Answer some of what has come; the rest when the others had their turn and the client reads."""
-        for _ in range(min(len(self._backlog), _TURN_REQUESTS_MAX)):
-            if self._is_congested or self._is_closed:
+        for _ in range(_TURN_REQUESTS_MAX):
+            if not self._backlog or self._is_congested or self._is_closed:
                 break
             try:
                 self._take(self._backlog.popleft())
@@ -315,8 +320,12 @@ class Connection(asyncio.Protocol):
 
     def writer_id(self) -> int:
         """Return the id under which the client's process is watched, or 0."""
-        with self._socket() as sock:
-            return self._server.processes.writer_id(sock, self._peer)
+        try:
+            with self._socket() as sock:
+                return self._server.processes.writer_id(sock, self._peer)
+        except OSError:
+            # No file descriptor is left: the attempt does without this kind of drain proof.
+            return 0
 
     def watch(self, session_id: str) -> bool:
         """Push transitions to the client from now on."""
@@ -333,13 +342,14 @@ class Connection(asyncio.Protocol):
             return False
         self._in_flight -= 1
         frame = w.encode_frame(message)
-        with self._socket() as sock:
-            try:
-                # A frame this small goes whole or not at all into an empty socket buffer.
-                if socket.send_fds(sock, [frame], [fd]) != len(frame):
-                    self.close()
-            except OSError:
-                self.close()
+        try:
+            # A frame this small goes whole or not at all into an empty socket buffer.
+            with self._socket() as sock:
+                is_sent = socket.send_fds(sock, [frame], [fd]) == len(frame)
+        except OSError:
+            is_sent = False
+        if not is_sent:
+            self.close()
         return True
 
     # --- pushes --------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from snapd.executor import Executor
 from snapd.layout import Layout
 from snapd.units import NS_PER_MS
 
+# Fingerprints, digests and page keys: 32 hex digits as this package makes them, with room for others'.
+_DIGEST_CHARS_MAX: Final = 64
 _SHOWN_LIMITS: Final = (
     "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
     "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max", "watch_queue_max",
@@ -170,6 +172,12 @@ class Service:
     # --- D -------------------------------------------------------------------------------------
 
     def _prepare(self, caller: Caller, request: w.SnapshotPrepareReceiveReqInput) -> None:
+        # An attempt keeps these as long as it is remembered.
+        if any(len(digest) > _DIGEST_CHARS_MAX for digest in (request.token_digest, *request.page_keys)):
+            detail = f"token_digest or a page key is longer than {_DIGEST_CHARS_MAX} characters"
+            refusal = e.Refused(Reason.INVALID_REQUEST, detail)
+            caller.send(self._prepared(request.id, refusal))
+            return
         writer_id = caller.writer_id() if request.is_only_writer else 0
         handle = self._executor.new_handle()
 
@@ -179,7 +187,8 @@ class Service:
                 cause_id=cause_id,
                 slab_handle=handle,
                 session_id=request.session_id,
-                layout_fingerprint=request.layout_fingerprint,
+                # The refusal shows it, in the log too; what is too long is none, whether cut or not.
+                layout_fingerprint=request.layout_fingerprint[: _DIGEST_CHARS_MAX + 1],
                 num_tokens=request.num_tokens,
                 token_start=request.token_start,
                 token_digest=request.token_digest,

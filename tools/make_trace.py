@@ -44,7 +44,7 @@ def requests() -> list[dict[str, object]]:
     made: list[dict[str, object]] = []
     for session in range(SESSIONS):
         at_ms = session * SPAN_MS * 0.7 / SESSIONS + rng.uniform(0, 4_000)
-        tokens = SYSTEM_BLOCKS * BLOCK_TOKENS + rng.randrange(200, 2_400)
+        tokens = SYSTEM_BLOCKS * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS, 2_400)
         for _ in range(rng.choice((2, 3, 4, 4, 5, 5, 6, 7))):
             output = rng.randrange(60, 1_100)
             made.append({

@@ -56,6 +56,11 @@ class Request(msgspec.Struct, frozen=True):
 _decoder: Final = msgspec.json.Decoder(Request)
 
 
+def default_trace_path() -> Path:
+    """Return the trace that comes with the package."""
+    return Path(__file__).parent / "agent_trace.jsonl"
+
+
 def read_trace(path: Path) -> list[Request]:
     """Return the requests of a trace, in order of time. Blank lines are left out.
 
@@ -82,8 +87,8 @@ def _request(path: Path, number: int, line: bytes) -> Request:
     blocks = ceil_div(request.input_length, BLOCK_TOKENS)
     if len(request.hash_ids) != blocks:
         raise TraceError(
-            f"trace {path}, line {number}: {len(request.hash_ids)} hash_ids for {request.input_length} tokens; "
-            f"one for each of {blocks} blocks of {BLOCK_TOKENS} is wanted"
+            f"trace {path}, line {number}: {len(request.hash_ids)} hash_ids for {request.input_length} "
+            f"tokens; one for each of {blocks} blocks of {BLOCK_TOKENS} is wanted"
         )
     return request
 

@@ -186,6 +186,9 @@ class IngestJob:
             self._begin(self._lease, token_ids)
         except SnapdError as error:
             self._vote_no(_reason_of(error), keep=True)
+        except Exception:
+            self._abandon()
+            raise
 
     @property
     def done(self) -> bool:
@@ -202,6 +205,11 @@ class IngestJob:
         if self._result is None:
             raise InvalidRequest("the ingest is not done: step it until it is")
         return self._result
+
+    @property
+    def is_waiting(self) -> bool:
+        """This rank has voted, and the others have not: there are no bytes to move."""
+        return self._phase is _Phase.VOTE
 
     @property
     def times(self) -> IngestTimes:
@@ -225,6 +233,9 @@ class IngestJob:
                     self._decide(reply)
         except SnapdError as error:
             self._fail(error)
+        except Exception:
+            self._abandon()
+            raise
         return self.done
 
     def wait(self) -> None:
@@ -235,12 +246,19 @@ class IngestJob:
             self._decide(self._vote.wait())
         except SnapdError as error:
             self._fail(error)
+        except Exception:
+            self._abandon()
+            raise
 
     # --- steps ---------------------------------------------------------------------------------
 
     def _begin(self, lease: BeginIngestRep, token_ids: Sequence[int]) -> None:
         end_tokens = lease.token_start + lease.num_tokens
         self._token_ids = token_ids[:end_tokens]
+        if lease.session_id != self._session_id:
+            # The handle is of another session, whose snapshot stays as it is.
+            self._vote_no(Reason.STALE_HANDLE, keep=True)
+            return
         if len(token_ids) < end_tokens or token_digest(self._token_ids) != lease.token_digest:
             self._vote_no(Reason.TOKEN_MISMATCH, keep=False)
             return
@@ -320,6 +338,16 @@ class IngestJob:
             self._vote_no(_reason_of(error), keep=False)
         else:
             self._finish(_reason_of(error))
+
+    def _abandon(self) -> None:
+        """The engine's own code raised: nothing stays lent, pinned or leased because of it.
+
+        Slots that were being inserted are not given back: the tree may have them.
+        """
+        if self._phase is _Phase.VOTE:
+            self._finish(Reason.INGEST_FAILED)
+        else:
+            self._vote_no(Reason.INGEST_FAILED, keep=True)
 
     def _finish(self, reason: Reason) -> None:
         owner = self._in.owner

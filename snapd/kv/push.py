@@ -119,18 +119,23 @@ class Pusher:
             RequestError: refused; ``BufferFull`` says when to try again.
             ConnectionProblem: the daemon cannot be asked.
         """
-        page_size_tokens = self.layout.page_size_tokens
         return self.client.prepare_receive(
             session_id,
             len(token_ids) - token_start,
             self.layout_fingerprint,
             token_start=token_start,
             token_digest=token_digest(token_ids),
-            page_keys=page_keys(token_ids, page_size_tokens) if self._send_page_keys else (),
+            page_keys=self._page_keys(token_ids) if self._send_page_keys else (),
             ranks=tuple(self.pools),
             use_resident_hint=use_resident_hint,
             is_only_writer=True,
         )
+
+    def _page_keys(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the keys of the first pages, as many as the daemon takes."""
+        page_size_tokens = self.layout.page_size_tokens
+        page_keys_max = self.client.connect().page_keys_max
+        return page_keys(token_ids[: page_keys_max * page_size_tokens], page_size_tokens)
 
     def push(
         self,
@@ -319,7 +324,7 @@ class PushJob:
         try:
             pusher.client.transfer_started(self.grant.slab_handle, epoch=self.grant.epoch)
         except SnapdError as error:
-            self._finish(self.grant, pusher.give_up(self.grant, error))
+            self._give_up(self.grant, error)
 
     @property
     def done(self) -> bool:
@@ -337,6 +342,14 @@ class PushJob:
             raise InvalidRequest("the push is not done: step it until it is")
         return self._result
 
+    @property
+    def bytes_done(self) -> int:
+        """Payload bytes written so far, over all ranks."""
+        if self.grant is None:
+            return 0
+        shard_bytes = snapshot_bytes(self._pusher.layout, self.grant.num_tokens)
+        return self._rank_index * shard_bytes + (self._gather.bytes_done if self._gather else 0)
+
     def step(self, max_bytes: int) -> bool:
         """Move up to *max_bytes* (at least one piece); return whether the push has ended."""
         if self._result is not None or self.grant is None:
@@ -345,7 +358,11 @@ class PushJob:
             self._check_still_wanted(self.grant)
             self._advance(self.grant, max_bytes)
         except SnapdError as error:
-            self._finish(self.grant, self._pusher.give_up(self.grant, error))
+            self._give_up(self.grant, error)
+        except Exception as error:
+            # The engine's own fault, or a copy that failed: no bytes are left behind because of it.
+            self._give_up(self.grant, TransportError(f"the copy failed: {error}"))
+            raise
         return self.done
 
     def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
@@ -359,6 +376,13 @@ class PushJob:
             self._finish(self.grant, PushResult(ok=False, reason=reason, slab_handle=self.grant.slab_handle))
         return self.result
 
+    def _give_up(self, grant: Grant, error: SnapdError) -> None:
+        # What is refused because the attempt has ended is refused as stale; why it ended was told before.
+        ended = self._pusher.take_end(grant.slab_handle)
+        if ended is not None:
+            error = _ended_early(ended)
+        self._finish(grant, self._pusher.give_up(grant, error))
+
     def _finish(self, grant: Grant, result: PushResult) -> None:
         self._result = result
         self._gather = None
@@ -367,7 +391,7 @@ class PushJob:
     def _check_still_wanted(self, grant: Grant) -> None:
         ended = self._pusher.take_end(grant.slab_handle)
         if ended is not None:
-            raise RequestError("the attempt was ended while it was being written", reason=ended.reason)
+            raise _ended_early(ended)
 
     def _advance(self, grant: Grant, max_bytes: int) -> None:
         pusher = self._pusher
@@ -395,6 +419,10 @@ class PushJob:
                 total_ms=(time.monotonic() - self._started_s) * MS_PER_S,
             )
             self._finish(grant, result)
+
+
+def _ended_early(ended: SessionEnded) -> RequestError:
+    return RequestError("the attempt was ended while it was being written", reason=ended.reason)
 
 
 def refused(error: RequestError | ConnectionProblem) -> PushResult:

@@ -62,13 +62,16 @@ class Slabs:
             StaleHandle: the daemon is in another epoch by now.
         """
         arena = self.arena(grant.rank, epoch)
-        extents = sorted(grant.extents)
-        if extents and (extents[0].offset_bytes < 0 or extents[-1].end_bytes > arena.size_bytes):
+        extents = grant.extents
+        if any(extent.offset_bytes < 0 or extent.end_bytes > arena.size_bytes for extent in extents):
             raise InvalidRequest(f"the grant leaves arena {grant.rank} of {arena.size_bytes} bytes")
         offsets = (*grant.k_layer_offsets, *grant.v_layer_offsets)
         stride_bytes = (*grant.stride_k_bytes, *grant.stride_v_bytes)
-        if len(offsets) != len(stride_bytes):
-            raise InvalidRequest(f"the grant has {len(offsets)} planes and {len(stride_bytes)} widths")
+        if len(grant.k_layer_offsets) != len(grant.stride_k_bytes) or len(offsets) != len(stride_bytes):
+            raise InvalidRequest(
+                f"the grant has {len(grant.k_layer_offsets)} + {len(grant.v_layer_offsets)} planes and "
+                f"{len(grant.stride_k_bytes)} + {len(grant.stride_v_bytes)} widths"
+            )
         planes: list[torch.Tensor] = []
         for offset, width in zip(offsets, stride_bytes, strict=True):
             size_bytes = width * num_tokens

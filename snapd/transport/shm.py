@@ -52,8 +52,12 @@ class ShmWriter:
         """Copy, and return a ticket that is final already.
 
         Raises:
-            TransportError: a write is outside the arena; nothing was copied.
+            TransportError: a write is outside the arena, or the arena is closed; nothing was copied.
         """
+        try:
+            mapped = self._arena.buffer  # Held until the copies are done, whoever closes it meanwhile.
+        except ValueError as error:
+            raise TransportError(str(error)) from None
         for write in writes:
             start = write.target_ptr - self._base_ptr
             if write.size_bytes < 0 or start < 0 or start + write.size_bytes > self._arena.size_bytes:
@@ -65,6 +69,7 @@ class ShmWriter:
             target = self._arena.address + write.target_ptr - self._base_ptr
             # Releases the interpreter lock while it copies.
             ctypes.memmove(target, write.source_address, write.size_bytes)
+        del mapped
         self._last_ticket += 1
         self._tickets.add(self._last_ticket)
         return self._last_ticket

@@ -20,7 +20,9 @@ T = TypeVar("T")
 X = TypeVar("X", bound=r.Record)
 
 
-def layout_of(planes: int = 2, *, model: str = "m", page_size_tokens: int = 4, stride_bytes: int = 16) -> Layout:
+def layout_of(
+    planes: int = 2, *, model: str = "m", page_size_tokens: int = 4, stride_bytes: int = 16
+) -> Layout:
     """Return a layout whose planes take one unit each for up to 16 tokens."""
     return Layout(
         (stride_bytes,) * planes, page_size_tokens=page_size_tokens, namespace=Namespace(model=model)

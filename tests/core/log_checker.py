@@ -256,7 +256,9 @@ class LogChecker:
             assert sorted(held.extent for held in arena) == list(
                 machine.books.buffer.arenas[view.rank].live()
             )
-        held_shards = {(held.handle, rank) for rank, arena in self.arenas.items() for held in arena if held.why}
+        held_shards = {
+            (held.handle, rank) for rank, arena in self.arenas.items() for held in arena if held.why
+        }
         assert statistics.quarantined_shards == len(held_shards)
         assert statistics.outcomes_by_reason == dict(self.outcomes)
         assert statistics.attempts == len(self.attempts)

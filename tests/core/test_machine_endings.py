@@ -457,9 +457,7 @@ def test_victims_are_taken_until_every_arena_has_room(make: Make) -> None:
 def test_holes_apart_are_room_enough_after_eviction(make: Make) -> None:
     """Evicting every other slab leaves no hole for a contiguous one; each plane gets its own."""
     drive = make(1)
-    handles = []
-    for name in "abcd":
-        handles.append(drive.ready(name))
+    handles = [drive.ready(name) for name in "abcd"]
     drive.look_up("b")
     drive.look_up("d")
     four = layout_of(4)
@@ -497,7 +495,11 @@ def test_a_snapshot_may_be_evicted_for_a_newer_one_of_its_own_session(make: Make
 
 def test_a_stop_ends_every_open_attempt_and_no_lease_holds_it_up(make: Make) -> None:
     drive = make(2, units=16)
-    handles = [drive.reserved("a", conn_id=1), drive.transferring("b", conn_id=2), drive.ready("c", conn_id=3)]
+    handles = [
+        drive.reserved("a", conn_id=1),
+        drive.transferring("b", conn_id=2),
+        drive.ready("c", conn_id=3),
+    ]
     leased = drive.ready("d", conn_id=4)
     drive.lease(leased, 0, conn_id=5)
     drive.vote(leased, 1, drive.lease(leased, 1, conn_id=6).lease_id)

@@ -118,7 +118,11 @@ def test_a_view_shows_an_attempt_and_nothing_shows_what_is_unknown(make: Make) -
     drive.commit(handle, 1)
     view = drive.machine.view(handle)
     assert view is not None
-    assert (view.slab_handle, view.session_id, view.layout_fingerprint) == (handle, "s", fingerprint(TWO_PLANES))
+    assert (view.slab_handle, view.session_id, view.layout_fingerprint) == (
+        handle,
+        "s",
+        fingerprint(TWO_PLANES),
+    )
     assert (view.state, view.reason, view.num_tokens, view.token_start) == ("TRANSFERRING", "ok", 10, 4)
     assert (view.bytes, view.is_leased, view.abort_wanted) == (640, False, "")
     assert [shard.is_committed for shard in view.shards] == [False, True]
@@ -315,8 +319,14 @@ def busy() -> tuple[Driver, int, int, int, int]:
 
 SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
     "handle": (lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "handle", 5), "is open, and is not"),
-    "final": (lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "state", State.ABORTED), "is open, and is not"),
-    "deadline": (lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "deadline_ns", 0), "is open, and is not"),
+    "final": (
+        lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "state", State.ABORTED),
+        "is open, and is not",
+    ),
+    "deadline": (
+        lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "deadline_ns", 0),
+        "is open, and is not",
+    ),
     "no shards": (lambda m, en, rs, rd, ls: m.books.open[rs].shards.clear(), "unknown ranks"),
     "unknown rank": (
         lambda m, en, rs, rd, ls: m.books.open[rs].shards.update({9: m.books.open[rs].shards.pop(1)}),
@@ -331,7 +341,9 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
         "RESERVED and was written or read",
     ),
     "leased early": (
-        lambda m, en, rs, rd, ls: setattr(m.books.open[rs].shards[0], "lease", m.books.open[ls].shards[0].lease),
+        lambda m, en, rs, rd, ls: setattr(
+            m.books.open[rs].shards[0], "lease", m.books.open[ls].shards[0].lease
+        ),
         "RESERVED and was written or read",
     ),
     "leased in transfer": (
@@ -362,7 +374,10 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "not evictable": (lambda m, en, rs, rd, ls: m.books.lru.discard(rd), "whether it is evictable"),
     "evictable": (lambda m, en, rs, rd, ls: m.books.lru.touch(ls, {}), "whether it is evictable"),
-    "evictable and reserved": (lambda m, en, rs, rd, ls: m.books.lru.touch(rs, {}), "whether it is evictable"),
+    "evictable and reserved": (
+        lambda m, en, rs, rd, ls: m.books.lru.touch(rs, {}),
+        "whether it is evictable",
+    ),
     "evictable and unknown": (lambda m, en, rs, rd, ls: m.books.lru.touch(77, {}), "not open is evictable"),
     "lru sums": (lambda m, en, rs, rd, ls: m.books.lru._evictable_bytes.update({0: 1}), "evictable bytes"),
     "ended state": (
@@ -374,7 +389,9 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
         "has ended and holds something",
     ),
     "ended lease": (
-        lambda m, en, rs, rd, ls: setattr(m.books.ended[en].shards[1], "lease", m.books.open[ls].shards[0].lease),
+        lambda m, en, rs, rd, ls: setattr(
+            m.books.ended[en].shards[1], "lease", m.books.open[ls].shards[0].lease
+        ),
         "has ended and holds something",
     ),
     "both": (lambda m, en, rs, rd, ls: m.books.ended.update({rs: m.books.ended[en]}), "both open and ended"),
@@ -388,7 +405,10 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
         lambda m, en, rs, rd, ls: m.books.directory._ready.update({("", ""): 77}),
         "table of READY",
     ),
-    "page keys": (lambda m, en, rs, rd, ls: m.books.directory._by_page.clear(), "table of page keys is wrong"),
+    "page keys": (
+        lambda m, en, rs, rd, ls: m.books.directory._by_page.clear(),
+        "table of page keys is wrong",
+    ),
     "page key empty": (
         lambda m, en, rs, rd, ls: m.books.directory._by_page.update({("", ""): {}}),
         "empty entry is left",

@@ -143,6 +143,15 @@ def test_a_snapshot_may_name_a_page_twice(make: Make) -> None:
     assert drive.machine.statistics().page_keys == 0
 
 
+def test_each_snapshot_is_offered_once_with_its_longest_match(make: Make) -> None:
+    drive = make(1)
+    first = drive.ready("a", 12, page_keys=("1", "2", "3"))
+    second = drive.ready("b", 8, page_keys=("1", "2"))
+    directory = drive.machine.books.directory
+    offered = list(directory.longest_prefix(fingerprint(TWO_PLANES), ("1", "2", "3", "4")))
+    assert offered == [(first, 3), (second, 2)]
+
+
 def test_a_lookup_with_too_many_keys_is_refused(make: Make) -> None:
     drive = make(1, page_keys_max=2)
     answer = unchanged(drive, lambda: drive.look_up(page_keys=("1", "2", "3")))

@@ -286,8 +286,8 @@ def test_a_full_buffer_says_how_full_and_when_to_try_again(make: Make) -> None:
 
 def test_the_wait_is_bounded_from_above(make: Make) -> None:
     drive = make(1)
-    handle = [drive.reserved(name) for name in "abcd"][0]
-    drive.abort(handle)
+    handles = [drive.reserved(name) for name in "abcd"]
+    drive.abort(handles[0])
     assert drive.prepare("z").retry_after_ms == 5_000
 
 

@@ -80,7 +80,9 @@ def test_a_quarantine_timer_of_something_else_does_nothing(make: Make) -> None:
 
 @pytest.mark.parametrize("only_rank", [None, 0, 1])
 @pytest.mark.parametrize("message", [e.WriterDrained, e.TransferFailed, e.AbortAsked])
-def test_drain_proof_releases_before_the_time(make: Make, message: type[e.Event], only_rank: int | None) -> None:
+def test_drain_proof_releases_before_the_time(
+    make: Make, message: type[e.Event], only_rank: int | None
+) -> None:
     drive = make(2)
     handle = aborted(drive)
     fields: dict[str, Any] = {} if message is e.WriterDrained else {"drained": True}

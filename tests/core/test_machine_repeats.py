@@ -32,6 +32,11 @@ FIELDS: dict[type[e.SessionEvent], dict[str, Any]] = {
     e.DaemonStopping: {},
 }
 
+NOBODY_WAITS = {
+    e.WriterExited, e.LookedUp, e.ReserveTimedOut, e.TransferTimedOut, e.ReadyExpired, e.LeaseTimedOut,
+    e.VictimChosen, e.SupersededBy, e.DaemonStopping,
+}  # fmt: skip
+
 
 def in_state(drive: Driver, state: State) -> int:
     match state:
@@ -67,6 +72,10 @@ def test_what_the_table_absorbs_or_rejects_changes_nothing(
         assert after.messages_absorbed == before.messages_absorbed
     else:
         assert after.messages_absorbed == before.messages_absorbed + 1
+        if kind in NOBODY_WAITS:
+            assert answer is None and after.requests_refused == before.requests_refused
+        else:
+            assert answer is not None
 
 
 @pytest.mark.parametrize("kind", FIELDS)

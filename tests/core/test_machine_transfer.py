@@ -164,9 +164,9 @@ def test_the_checksums_of_each_rank_go_to_its_reader(make: Make) -> None:
     for rank in drive.ranks:
         leased = drive.lease(handle, rank)
         assert leased.checksums == ((rank, 1), (rank, 2))
-        assert leased.shard == e.ShardGrant(
-            rank, drive.session(handle).shards[rank].extents, (0, UNIT)
-        ), "where to read is where was granted"
+        assert leased.shard == e.ShardGrant(rank, drive.session(handle).shards[rank].extents, (0, UNIT)), (
+            "where to read is where was granted"
+        )
         assert (leased.token_digest, leased.num_tokens, leased.token_start) == ("digest", 16, 4)
         assert (leased.slab_handle, leased.session_id) == (handle, "s")
 

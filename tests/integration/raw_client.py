@@ -1,19 +1,20 @@
-"""A client made of a plain socket, so that hostile bytes can be sent; and what must hold after it has been."""
+"""A client made of a plain socket, so that hostile bytes can be sent, and what must hold after them."""
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
+from daemon_process import DaemonProcess
 
 from snapd import wire as w
 from snapd.core import records as r
@@ -35,13 +36,16 @@ NUM_PLANES = LAYOUT.num_planes
 FRAME_BYTES_MAX = 4 << 20
 
 
-def load_conftest() -> Any:
-    """Return this folder's conftest, whose name it shares with others, for fixtures of a whole module."""
-    spec = importlib.util.spec_from_file_location("integration_conftest", HERE / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@contextlib.contextmanager
+def running(**overrides: object) -> Iterator[DaemonProcess]:
+    """Yield a daemon for a whole module; it must stop cleanly, and without having shown a traceback."""
+    with tempfile.TemporaryDirectory(prefix="snapd-") as directory:
+        daemon = DaemonProcess(Path(directory), overrides)
+        try:
+            yield daemon
+        finally:
+            daemon.stop()
+        assert "Traceback" not in daemon.stderr, daemon.stderr
 
 
 def wait_for(condition: Callable[[], T | None], what: str = "the condition", timeout_s: float = WAIT_S) -> T:
@@ -86,7 +90,7 @@ class RawClient:
         self._answers: list[Any] = []
         self._ids = itertools.count(1)
 
-    def __enter__(self) -> "RawClient":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +169,9 @@ class RawClient:
         return reply.layout_fingerprint
 
     def prepare(self, session_id: str = "s", num_tokens: int = 8, **fields: Any) -> Any:
+        """Ask for a slab of the layout that every test has; in the arena of rank 0, unless told otherwise."""
         fingerprint = fields.pop("layout_fingerprint", None) or self.declare()
+        fields.setdefault("ranks", (0,))
         return self.ask(
             w.SnapshotPrepareReceiveReqInput,
             session_id=session_id,
@@ -185,10 +191,11 @@ class RawClient:
         assert isinstance(reply, w.AckRep) and reply.state == "TRANSFERRING", reply
         return reply
 
-    def commit(self, handle: int, num_tokens: int = 8, rank: int = 0, **fields: Any) -> Any:
+    def commit(self, handle: int, granted_tokens: int = 8, rank: int = 0, **fields: Any) -> Any:
+        """Commit what was granted, or other figures."""
         usual = {
-            "num_bytes": num_tokens * LAYOUT.token_bytes,
-            "num_tokens": num_tokens,
+            "num_bytes": granted_tokens * LAYOUT.token_bytes,
+            "num_tokens": granted_tokens,
             "checksums": ((1, 2),) * NUM_PLANES,
         }
         return self.ask(w.CommitReq, slab_handle=handle, rank=rank, **(usual | fields))
@@ -273,7 +280,7 @@ class LogFollower:
                     self.checker.feed(line.record)
 
     def agrees_with(self, core: Statistics) -> bool:
-        """The log tells the same story as the counters: one outcome an attempt and a refusal, and the same map."""
+        """The log tells the same story as the counters: one outcome for each, and the same map."""
         checker = self.checker
         assert checker is not None
         for arena in core.arenas:

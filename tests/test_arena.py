@@ -1,0 +1,143 @@
+"""Host arenas: their size, their seals, and what a client may do with the file descriptor."""
+
+import fcntl
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapd import arena as arena_module
+from snapd.arena import HostArena
+from snapd.errors import StartupError
+from snapd.units import MIB
+
+SIZE_BYTES = 2 * MIB
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with HostArena(3, SIZE_BYTES, hugepages="off", prefault=False) as opened:
+        yield opened
+
+
+def meminfo(path: Path, free: int, reserved: int = 0, page_kib: int = 2048) -> Path:
+    path.write_text(
+        f"MemFree: 10 kB\nHugePages_Total: 9\nHugePages_Free: {free}\nHugePages_Rsvd: {reserved}\n"
+        f"Hugepagesize: {page_kib} kB\n"
+    )
+    return path
+
+
+def test_what_one_maps_writable_the_other_reads(arena: HostArena) -> None:
+    writable, read_only = arena.open_fd(writable=True), arena.open_fd(writable=False)
+    with (
+        mmap.mmap(writable, SIZE_BYTES) as writer,
+        mmap.mmap(read_only, SIZE_BYTES, prot=mmap.PROT_READ) as reader,
+    ):
+        writer[SIZE_BYTES - 4 :] = b"last"
+        assert reader[SIZE_BYTES - 4 :] == b"last"
+    os.close(writable)
+    os.close(read_only)
+
+
+def test_a_read_only_descriptor_cannot_be_mapped_for_writing(arena: HostArena) -> None:
+    fd = arena.open_fd(writable=False)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, SIZE_BYTES)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    os.close(fd)
+
+
+def test_descriptors_are_not_inherited_and_outlive_the_arena() -> None:
+    with HostArena(0, SIZE_BYTES, hugepages="off") as arena:
+        fds = [arena.open_fd(writable=True), arena.open_fd(writable=False)]
+        assert not any(os.get_inheritable(fd) for fd in (*fds, arena.fd))
+    assert arena.fd == -1
+    for fd in fds:
+        assert os.fstat(fd).st_size == SIZE_BYTES
+        os.close(fd)
+    arena.close()
+
+
+@pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 4096, SIZE_BYTES + 4096])
+def test_nobody_can_resize_it_or_lift_the_seals(arena: HostArena, size_bytes: int) -> None:
+    """Otherwise a client could shrink it and kill whoever touches the pages that are gone."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, size_bytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert os.fstat(arena.fd).st_size == SIZE_BYTES
+
+
+def test_the_size_is_rounded_up_to_whole_pages() -> None:
+    with HostArena(0, SIZE_BYTES + 1, hugepages="off", prefault=False) as arena:
+        assert arena.size_bytes == SIZE_BYTES + mmap.PAGESIZE == os.fstat(arena.fd).st_size
+
+
+@pytest.mark.parametrize(("prefault", "is_there"), [(True, True), (False, False)])
+def test_prefault_takes_the_memory_at_start(prefault: bool, is_there: bool) -> None:
+    with HostArena(0, SIZE_BYTES, hugepages="off", prefault=prefault) as arena:
+        assert (os.fstat(arena.fd).st_blocks * 512 >= SIZE_BYTES) is is_there
+
+
+def test_memory_that_cannot_be_had_is_a_clear_error_and_leaves_no_descriptor() -> None:
+    fds_before = len(list(Path("/proc/self/fd").iterdir()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE_BYTES // 2, hard))
+    try:
+        with pytest.raises(StartupError, match=r"arena 3: 2 MiB of memory cannot be had .*lower size"):
+            HostArena(3, SIZE_BYTES, hugepages="off")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(list(Path("/proc/self/fd").iterdir())) == fds_before
+
+
+def test_hugepages_on_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(arena_module, "_MEMINFO", meminfo(tmp_path / "meminfo", free=9, reserved=9))
+    with pytest.raises(StartupError, match=r"hugepages = on, and 0 B of hugepages are free for 2 MiB"):
+        HostArena(0, SIZE_BYTES, hugepages="on")
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "wanted_bytes", "is_huge"),
+    [(2, 0, 4 * MIB, True), (2, 0, 3 * MIB, True), (2, 0, 5 * MIB, False), (3, 2, 3 * MIB, False)],
+)
+def test_hugepages_are_taken_if_enough_are_free_and_not_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    free: int,
+    reserved: int,
+    wanted_bytes: int,
+    is_huge: bool,
+) -> None:
+    monkeypatch.setattr(arena_module, "_MEMINFO", meminfo(tmp_path / "meminfo", free, reserved))
+    asked: list[int] = []
+    real = os.memfd_create
+
+    def memfd_create(name: str, flags: int) -> int:
+        asked.append(flags)
+        return real(name, flags & ~os.MFD_HUGETLB)
+
+    monkeypatch.setattr(arena_module.os, "memfd_create", memfd_create)
+    with HostArena(0, wanted_bytes, hugepages="auto", prefault=False) as arena:
+        assert arena.is_huge is is_huge
+        assert bool(asked[0] & os.MFD_HUGETLB) is is_huge
+        assert arena.size_bytes == (4 * MIB if is_huge else wanted_bytes)
+    with HostArena(0, wanted_bytes, hugepages="off", prefault=False) as arena:
+        assert not arena.is_huge and not asked[1] & os.MFD_HUGETLB
+
+
+@pytest.mark.parametrize("text", [None, "", "nothing that is known\n", "Hugepagesize: 2048 kB\n"])
+def test_a_machine_that_says_nothing_of_hugepages_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "meminfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(arena_module, "_MEMINFO", path)
+    with HostArena(0, SIZE_BYTES, prefault=False) as arena:
+        assert not arena.is_huge
