@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from snapd.config import LOG_NAME
+from snapd.config import LOG_NAME, SOCKET_PATH_BYTES_MAX
 from snapd.demo import messages as m
 from snapd.demo.chaos import Chaos
 from snapd.demo.logfacts import LogFacts
@@ -31,6 +31,9 @@ TRANSFER_TIMEOUT_MS: Final = 10_000
 READY_TTL_MS: Final = 120_000
 # A vote or a proof that is on its way when the last session ends.
 QUIET_EXTRA_S: Final = 3.0
+_SOCKET_PREFIX: Final = "snapd-demo-socket-"
+_SOCKET_NAME: Final = "snapd.sock"
+_SOCKET_NAME_BYTES: Final = len(_SOCKET_NAME) + 1
 
 OnStage = Callable[[Stage], None]
 OnTick = Callable[[], None]
@@ -223,9 +226,12 @@ def _toml(text: str) -> str:
 @contextlib.contextmanager
 def _socket_path() -> Iterator[str]:
     """Make a directory for the socket, short enough for its path, and remove it afterwards."""
-    directory = tempfile.mkdtemp(prefix="snapd-demo-socket-")
+    directory = tempfile.mkdtemp(prefix=_SOCKET_PREFIX)
+    if len(os.fsencode(directory)) > SOCKET_PATH_BYTES_MAX - _SOCKET_NAME_BYTES:
+        Path(directory).rmdir()
+        directory = tempfile.mkdtemp(prefix=_SOCKET_PREFIX, dir="/tmp")
     try:
-        yield f"{directory}/snapd.sock"
+        yield f"{directory}/{_SOCKET_NAME}"
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
