@@ -44,7 +44,7 @@ class HostArena:
         self.rank = rank
         free_bytes, page_bytes = _free_hugepages_bytes()
         wanted_bytes = align_up(size_bytes, page_bytes) if page_bytes else size_bytes
-        self.is_huge = hugepages != "off" and 0 < wanted_bytes <= free_bytes
+        self.is_huge = hugepages != "off" and wanted_bytes <= free_bytes
         if hugepages == "on" and not self.is_huge:
             raise StartupError(
                 f"arena {rank}: hugepages = on, and {format_bytes(free_bytes)} of hugepages are free for "

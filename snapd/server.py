@@ -205,6 +205,7 @@ class Connection(asyncio.Protocol):
         self._server.connections.pop(self.conn_id, None)
         self._server.watchers.pop(self.conn_id, None)
         self._is_closed = True
+        # A vote that waits keeps this object for a while.
         self._shown.clear()
         self._backlog.clear()
         for timer in (self._next_turn, self._last_chance):
@@ -252,13 +253,14 @@ class Connection(asyncio.Protocol):
                 self._take(self._backlog.popleft())
             except ProtocolError as error:
                 self._refuse_bytes(error)
-        transport = self._transport
-        if transport is None or self._is_closed:
+        if self._is_closed:
             self._backlog.clear()
-        elif not self._backlog and not self._is_congested:
-            transport.resume_reading()
+            return
+        assert self._transport is not None
+        if not self._backlog and not self._is_congested:
+            self._transport.resume_reading()
         else:
-            transport.pause_reading()
+            self._transport.pause_reading()
             if not self._is_congested and self._next_turn is None:
                 self._next_turn = self._server.loop.call_soon(self._turn_comes)
 
@@ -338,7 +340,8 @@ class Connection(asyncio.Protocol):
 
     def hand_over(self, message: w.MapBufferRep, fd: int) -> bool:
         """Answer with a file descriptor, past the loop's own buffer, which must be empty for that."""
-        if self._transport is None or self._transport.get_write_buffer_size():
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size():
             return False
         self._in_flight -= 1
         frame = w.encode_frame(message)
@@ -369,26 +372,26 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection once what was written is out, or was not read for a while."""
-        transport = self._transport
-        if transport is None or self._is_closed:
+        if self._is_closed:
             return
+        assert self._transport is not None
         self._is_closed = True
         self._server.watchers.pop(self.conn_id, None)
-        transport.close()
+        self._transport.close()
         self._last_chance = self._server.loop.call_later(
-            self._config.frame_timeout_ms / MS_PER_S, transport.abort
+            self._config.frame_timeout_ms / MS_PER_S, self._transport.abort
         )
 
     def _write(self, frame: bytes) -> None:
-        transport = self._transport
-        if transport is None or self._is_closed:
+        if self._is_closed:
             return
-        transport.write(frame)
-        if transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
+        assert self._transport is not None
+        self._transport.write(frame)
+        if self._transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
             self._server.warnings.warn("client does not read", pid=self._peer.pid)
             self._is_closed = True
             self._server.watchers.pop(self.conn_id, None)
-            transport.abort()
+            self._transport.abort()
 
     def _socket(self) -> socket.socket:
         """Return a socket object of one's own for the connection; the caller closes it."""

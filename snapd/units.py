@@ -7,6 +7,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 TIB: Final = 1024 * GIB
+MB: Final = 1_000_000
 
 NS_PER_MS: Final = 1_000_000
 NS_PER_S: Final = 1_000_000_000

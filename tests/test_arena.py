@@ -96,8 +96,9 @@ def test_memory_that_cannot_be_had_is_a_clear_error_and_leaves_no_descriptor() -
     assert len(list(Path("/proc/self/fd").iterdir())) == fds_before
 
 
-def test_hugepages_on_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(arena_module, "_MEMINFO", meminfo(tmp_path / "meminfo", free=9, reserved=9))
+@pytest.mark.parametrize("reserved", [9, 10])
+def test_hugepages_on_needs_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reserved: int) -> None:
+    monkeypatch.setattr(arena_module, "_MEMINFO", meminfo(tmp_path / "meminfo", 9, reserved))
     with pytest.raises(StartupError, match=r"hugepages = on, and 0 B of hugepages are free for 2 MiB"):
         HostArena(0, SIZE_BYTES, hugepages="on")
 

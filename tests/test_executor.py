@@ -135,6 +135,24 @@ def test_everything_else_is_done_before_anybody_is_answered(shell: Shell) -> Non
     assert {"record", "shown", "end"} <= set(shell.order)
 
 
+def test_the_decision_of_a_round_is_told_when_it_has_been_carried_out(shell: Shell) -> None:
+    """The core answers the votes while it ends the attempt; whoever hears of it finds the bytes free."""
+    handle, lease_ids = shell.leased()
+    shell.ask(e.VoteCast, slab_handle=handle, rank=0, lease_id=lease_ids[0], ok=True)
+    shell.order.clear()
+    shell.ask(e.VoteCast, slab_handle=handle, rank=1, lease_id=lease_ids[1], ok=True)
+    assert shell.order.count("reply") == 2
+    assert set(shell.order[-2:]) == {"reply"}
+
+
+def test_an_answer_that_is_given_twice_arrives_once(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one to a question that nobody asked."""
+    accepted = e.Accepted()
+    answers = [e.Replied(1, accepted), e.Replied(1, accepted), e.Replied(99, accepted)]
+    monkeypatch.setattr(shell.machine, "handle", lambda event: answers)
+    assert shell.ask(e.DrainAsked) == [accepted]
+
+
 def test_every_record_goes_to_the_log_and_then_to_the_watchers(shell: Shell) -> None:
     shell.granted()
     assert shell.records and shell.shown == shell.records

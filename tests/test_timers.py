@@ -222,7 +222,7 @@ def test_after_close_nothing_fires_and_the_loop_timer_is_gone(
 ) -> None:
     timers.arm("a", loop.time_ns + 10, "A")
     timers.close()
-    assert (len(timers), loop.pending()) == (0, [])
+    assert (len(timers), loop.pending(), timers._heap) == (0, [], [])
     loop.advance(100)
     assert fired == []
     timers.close()

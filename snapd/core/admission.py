@@ -11,6 +11,7 @@ from snapd.core.books import Books
 from snapd.core.events import State
 from snapd.core.lives import Lives
 from snapd.core.session import (
+    PREPARER,
     RETRY_AFTER_MS_MAX,
     RETRY_AFTER_MS_MIN,
     Session,
@@ -88,7 +89,7 @@ class Admission:
             token_digest=event.token_digest,
             page_keys=event.page_keys,
             shards={rank: Shard(rank, extents[rank]) for rank in ranks},
-            owner_conn_id=event.conn_id,
+            told_conn_ids={PREPARER: event.conn_id},
             writer_id=event.writer_id,
             created_ns=event.at_ns,
             state=State.RESERVED,

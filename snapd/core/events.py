@@ -65,13 +65,13 @@ class RankCommitted(SessionEvent, frozen=True, kw_only=True):
         rank: whose shard.
         num_bytes: payload bytes written, without padding.
         num_tokens: tokens written.
-        checksums: one pair of sums a plane, shape [num_planes]; empty: none were made.
+        checksums: one pair of sums a plane, shape [num_planes].
     """
 
     rank: int
     num_bytes: int
     num_tokens: int
-    checksums: PlaneChecksums = ()
+    checksums: PlaneChecksums
     conn_id: int = 0
 
 

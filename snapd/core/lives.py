@@ -18,7 +18,7 @@ from snapd.core.fsm import (
     VOTE_NO_REASONS,
 )
 from snapd.core.quarantine import Quarantine
-from snapd.core.session import Lease, Session, Shard, shard_plane_offsets_bytes, transfer_time_ns
+from snapd.core.session import STARTER, Lease, Session, Shard, shard_plane_offsets_bytes, transfer_time_ns
 from snapd.errors import InvariantBroken, Reason
 from snapd.units import NS_PER_MS, ms_to_ns
 
@@ -68,9 +68,10 @@ class Lives:
 
     def start_transfer(self, session: Session, event: e.TransferStarted) -> None:
         """RESERVED: D is about to write."""
-        session.owner_conn_id = event.conn_id or session.owner_conn_id
+        session.told_conn_ids[STARTER] = event.conn_id
         self._enter(session, State.TRANSFERRING, Reason.OK)
-        self._answer(session, event, e.Accepted(session.state))
+        # Not kept for a repeat: once the attempt has ended, "go ahead" would be wrong.
+        self._out.reply(e.Accepted(session.state))
 
     def commit_rank(self, session: Session, event: e.RankCommitted) -> None:
         """RESERVED, TRANSFERRING: one rank's writes are final; READY once every rank's are."""
@@ -87,7 +88,7 @@ class Lives:
                 f"{len(event.checksums)} checksums for {session.layout.num_planes} planes",
             )
             return
-        session.owner_conn_id = event.conn_id or session.owner_conn_id
+        session.told_conn_ids[event.rank] = event.conn_id
         if (event.num_bytes, event.num_tokens) != (session.shard_bytes, session.num_tokens):
             detail = (
                 f"committed {event.num_tokens} tokens, {event.num_bytes} bytes; "
@@ -129,7 +130,7 @@ class Lives:
     def lose_writer(self, session: Session, event: e.WriterExited) -> None:
         """RESERVED, TRANSFERRING: the process that was writing is gone, and can write no more."""
         del event
-        self._end(session, State.ABORTED, Reason.WRITER_GONE, tuple(session.shards))
+        self._end(session, State.ABORTED, Reason.WRITER_GONE, tuple(session.shards), "writer-gone")
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -388,6 +389,7 @@ class Lives:
         state: State,
         reason: Reason,
         drained_ranks: tuple[int, ...] | list[int] = (),
+        proof: r.ReleaseWhy = "drained",
         corrupt_rank: int | None = None,
     ) -> None:
         """End the attempt: leases, state, bytes, tables, outcome, in that order.
@@ -397,9 +399,10 @@ class Lives:
             state: INGESTED or ABORTED.
             reason: why.
             drained_ranks: shards in which no write can still land, although they are not committed.
+            proof: how that is known.
             corrupt_rank: the shard whose bytes did not match: whoever wrote there may go on.
         """
-        conn_ids = {session.owner_conn_id}
+        conn_ids = set(session.told_conn_ids.values())
         reading: dict[int, Lease] = {}
         for shard in session.shards.values():
             if shard.lease is not None:
@@ -415,8 +418,10 @@ class Lives:
                 self._quarantine.hold(session, shard.rank, extents, "corrupt")
             elif shard.rank in reading:
                 self._quarantine.hold(session, shard.rank, extents, "leased", reading[shard.rank])
-            elif shard.is_committed or shard.rank in drained_ranks:
-                self._quarantine.free(session, shard.rank, extents)
+            elif shard.is_committed:
+                self._quarantine.free(session, shard.rank, extents, "final")
+            elif shard.rank in drained_ranks:
+                self._quarantine.free(session, shard.rank, extents, proof)
             else:
                 drain_wanted = True
                 self._quarantine.hold(session, shard.rank, extents, "undrained")

@@ -104,6 +104,9 @@ class Machine:
         answer = session.answers.get(key)
         is_final = session.state in FINAL_STATES
         if answer is not None:
+            if isinstance(event, e.RankCommitted) and not is_final:
+                # D lost the reply with its connection; it is told on the new one.
+                session.told_conn_ids[event.rank] = event.conn_id
             self._out.reply(answer)
         elif heard and kind is e.VoteCast:
             self._out.reply(e.Decided(commit=False, reason=session.reason, state=session.state))

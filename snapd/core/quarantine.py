@@ -21,10 +21,10 @@ class Quarantine:
     def __init__(self, books: Books) -> None:
         self._books = books
 
-    def free(self, session: Session, rank: int, extents: tuple[Extent, ...]) -> None:
+    def free(self, session: Session, rank: int, extents: tuple[Extent, ...], why: r.ReleaseWhy) -> None:
         """Give live extents back at once: no write and no read can touch them any more."""
         self._books.buffer.free(rank, extents)
-        self._record_release(session.session_id, session.handle, rank, extents, "live", "final")
+        self._record_release(session.session_id, session.handle, rank, extents, "live", why)
 
     def hold(
         self,
@@ -61,7 +61,10 @@ class Quarantine:
         self._arm(session.handle, rank, until_ns)
 
     def hear(self, event: e.SessionEvent) -> bool:
-        """Take a drain proof or the end of a read; return whether it released anything."""
+        """Take a drain proof or the end of a read; return whether it released anything.
+
+        Corrupt bytes hear nothing: their writer had said that it was done, and somebody wrote there.
+        """
         by_rank = self._books.buffer.quarantine.get(event.slab_handle)
         if by_rank is None or type(event) not in HEARD_BY_QUARANTINE:
             return False
@@ -75,11 +78,11 @@ class Quarantine:
                 released = [event.rank]
         elif isinstance(event, e.WriterExited):
             why = "writer-gone"
-            released = [rank for rank, item in by_rank.items() if item.why != "leased"]
+            released = [rank for rank, item in by_rank.items() if item.why == "undrained"]
         elif isinstance(event, e.WriterDrained) or getattr(event, "drained", False):
             only = getattr(event, "rank", None)
             released = [
-                rank for rank, item in by_rank.items() if item.why != "leased" and only in (None, rank)
+                rank for rank, item in by_rank.items() if item.why == "undrained" and only in (None, rank)
             ]
         for rank in released:
             self.release(event.slab_handle, rank, why)

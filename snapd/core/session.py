@@ -9,11 +9,14 @@ from snapd.core.events import PlaneChecksums, Result, State
 from snapd.core.slab import Extent
 from snapd.errors import Reason
 from snapd.layout import Layout, plane_offsets_bytes, snapshot_bytes
-from snapd.units import MIB, NS_PER_S
+from snapd.units import MB, NS_PER_S
 
 RETRY_AFTER_MS_MIN: Final = 20
 RETRY_AFTER_MS_MAX: Final = 5_000
 assert RETRY_AFTER_MS_MIN < RETRY_AFTER_MS_MAX
+# Beside the ranks in ``Session.told_conn_ids``.
+PREPARER: Final = -1
+STARTER: Final = -2
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def transfer_time_ns(num_bytes: int, min_mb_per_s: int) -> int:
     """Return how long *num_bytes* take at the slowest rate that is still taken for progress."""
-    return num_bytes * NS_PER_S // (min_mb_per_s * MIB)
+    return num_bytes * NS_PER_S // (min_mb_per_s * MB)
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class Session:
 
     Attributes:
         key: layout fingerprint (the namespace is in it) and session id.
+        told_conn_ids: who is told how it ends: by rank, whoever committed it last, and under
+            ``PREPARER`` and ``STARTER`` whoever prepared and started it.
         state_since_ns: when the present state began; its clock starts there.
         deadline_ns: when the present state's timer fires; 0: none.
         spent_ns: time spent in each state that was left.
@@ -94,7 +99,7 @@ class Session:
     token_digest: str
     page_keys: tuple[str, ...]
     shards: dict[int, Shard]
-    owner_conn_id: int
+    told_conn_ids: dict[int, int]
     writer_id: int
     created_ns: int
     state: State

@@ -39,7 +39,7 @@ REFUSALS = {
     "snapshot-buf-full", "too-large", "layout-mismatch", "limit-reached", "draining", "invalid-request",
 }  # fmt: skip
 # What may let go of what was quarantined for which reason, before its time.
-PROOFS = {"undrained": {"drained", "writer-gone"}, "corrupt": {"drained", "writer-gone"}, "leased": set()}
+PROOFS = {"undrained": {"drained", "writer-gone"}, "corrupt": set(), "leased": set()}
 
 
 @dataclass
@@ -182,7 +182,11 @@ class LogChecker:
         attempt = self.attempts[record.slab_handle]
         assert attempt.state in ("INGESTED", "ABORTED"), "an open attempt keeps its bytes"
         is_live = record.was == "live"
-        assert (record.why == "final") is is_live
+        if is_live and record.why != "final":
+            assert record.why in PROOFS["undrained"]
+            assert "READY" not in attempt.spent_ms, "what is READY was committed"
+        else:
+            assert (record.why == "final") is is_live
         assert is_live or attempt.has_outcome
         for held in self._take_held(record.rank, record.slab_handle, record.extents, is_live=is_live):
             if record.why == "time":

@@ -489,4 +489,4 @@ def test_a_kept_no_can_be_repeated_for_ever_without_growing(make: Make, ranks: i
     again = drive.vote_no(handle, 0, lease_id, Reason.ALLOC_FAILED_ON_FINALIZE, keep=True)
     assert again == decided, "the latest are remembered"
     assert drive.commit(handle, 0) == e.Accepted(State.TRANSFERRING), "and so is what is no vote"
-    assert drive.start(handle) == e.Accepted(State.TRANSFERRING)
+    assert drive.start(handle) == e.Accepted(State.READY)

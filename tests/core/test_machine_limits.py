@@ -15,7 +15,7 @@ from snapd.core.session import RETRY_AFTER_MS_MAX, RETRY_AFTER_MS_MIN, Settings,
 from snapd.core.slab import Extent, SlabAllocator
 from snapd.errors import InvariantBroken, Reason
 from snapd.layout import fingerprint
-from snapd.units import MIB
+from snapd.units import MB
 
 Make = Callable[..., Driver]
 
@@ -29,8 +29,8 @@ def test_the_defaults_are_those_of_the_design() -> None:
 
 
 def test_the_time_of_the_bytes_is_exact() -> None:
-    assert transfer_time_ns(100 * MIB, 100) == 10**9
-    assert transfer_time_ns(1, 1) == 953
+    assert transfer_time_ns(100 * MB, 100) == 10**9
+    assert transfer_time_ns(1, 3) == 333
 
 
 def test_the_history_of_ended_attempts_forgets_the_oldest(make: Make) -> None:

@@ -294,7 +294,8 @@ def test_drain_proof_says_nothing_about_readers(make: Make) -> None:
 
 
 @pytest.mark.parametrize("proof", ["drained", "gone"])
-def test_bytes_that_did_not_match_are_released_by_a_proof(make: Make, proof: str) -> None:
+def test_bytes_that_did_not_match_are_released_by_time_only(make: Make, proof: str) -> None:
+    """Their writer had said that it was done, and somebody wrote there."""
     drive = make(1)
     handle = drive.ready(writer_id=5)
     lease_id = drive.lease(handle).lease_id
@@ -302,9 +303,12 @@ def test_bytes_that_did_not_match_are_released_by_a_proof(make: Make, proof: str
     unchanged(drive, lambda: drive.vote_no(handle, 0, lease_id, Reason.CHECKSUM_MISMATCH))
     assert kept(drive) == [2], "the vote that found it is no proof"
     if proof == "drained":
-        drive.drained(handle)
+        unchanged(drive, lambda: drive.drained(handle))
+        unchanged(drive, lambda: drive.abort(handle, drained=True))
     else:
-        drive.tell(e.WriterGone, writer_id=5)
+        unchanged(drive, lambda: drive.tell(e.WriterGone, writer_id=5))
+    assert kept(drive) == [2]
+    drive.advance(drive.machine.books.settings.quarantine_ms)
     assert kept(drive) == [0]
 
 

@@ -99,11 +99,17 @@ def test_an_unknown_handle_is_an_answer_and_never_a_crash(
 
 
 @pytest.mark.parametrize("state", [State.TRANSFERRING, State.READY])
-def test_a_repeated_start_gets_the_first_answer(make: Make, state: State) -> None:
+def test_a_repeated_start_is_accepted_while_the_attempt_is_open(make: Make, state: State) -> None:
     drive = make(1)
     handle = in_state(drive, state)
-    again = unchanged(drive, lambda: drive.start(handle, conn_id=9))
-    assert again == e.Accepted(State.TRANSFERRING)
+    assert unchanged(drive, lambda: drive.start(handle, conn_id=9)) == e.Accepted(state)
+
+
+@pytest.mark.parametrize("state", [State.INGESTED, State.ABORTED])
+def test_a_repeated_start_after_the_end_is_no_leave_to_write(make: Make, state: State) -> None:
+    drive = make(1)
+    handle = in_state(drive, state)
+    assert refused(unchanged(drive, lambda: drive.start(handle)), Reason.STALE_HANDLE)
 
 
 @pytest.mark.parametrize("state", [State.TRANSFERRING, State.READY])
@@ -126,12 +132,12 @@ def test_a_commit_can_be_repeated_on_a_new_connection_for_as_long_as_it_is_remem
     answers = {}
     for rank in drive.ranks:
         answers[rank] = drive.commit(handle, rank, conn_id=1)
-        assert unchanged(drive, lambda rank=rank: drive.commit(handle, rank, conn_id=2)) == answers[rank]
+        assert unchanged(drive, lambda rank=rank: drive.commit(handle, rank, conn_id=1)) == answers[rank]
     for rank in drive.ranks:
-        assert unchanged(drive, lambda rank=rank: drive.commit(handle, rank, conn_id=2)) == answers[rank]
+        assert drive.commit(handle, rank, conn_id=2) == answers[rank]
     ids = {rank: drive.lease(handle, rank).lease_id for rank in drive.ranks}
     for rank in drive.ranks:
-        assert unchanged(drive, lambda rank=rank: drive.commit(handle, rank)) == answers[rank]
+        assert unchanged(drive, lambda rank=rank: drive.commit(handle, rank, conn_id=2)) == answers[rank]
         drive.vote(handle, rank, ids[rank])
     for rank in drive.ranks:
         assert unchanged(drive, lambda rank=rank: drive.commit(handle, rank)) == answers[rank]

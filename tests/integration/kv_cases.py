@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import signal
@@ -30,6 +31,7 @@ POISON = 0xA5
 STEP_BYTES = 1 << 20
 PATIENCE_S = 30.0
 HERE = Path(__file__).parent
+TOKENS = tuple(range(500, 580))
 _tenants = itertools.count()
 
 
@@ -368,6 +370,12 @@ def flip(arena: MappedArena, offset_bytes: int) -> None:
     arena.buffer[offset_bytes] ^= 0x10
 
 
+def num_mappings() -> int:
+    """Return how many times arenas are mapped in this process; what a failed test left is let go first."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("kv-snapd-arena")
+
+
 # --- D in a process of its own -------------------------------------------------------------------
 
 
@@ -423,3 +431,35 @@ def step_times(job: PushJob, times: int) -> None:
     """Step a push so many times by one piece; it must not be done."""
     for _ in range(times):
         assert not job.step(1)
+
+
+def begun(pair: Pair, session_id: str = "s") -> tuple[PushJob, int]:
+    """Begin a push and move a part of it; return the job and its handle."""
+    job = pair.start(session_id, TOKENS, pair.slots(len(TOKENS)))
+    step_times(job, 2)
+    assert job.grant is not None
+    assert 0 < job.bytes_done < len(TOKENS) * pair.token_bytes
+    return job, job.grant.slab_handle
+
+
+def finish(job: PushJob) -> PushJob:
+    while not job.step(STEP_BYTES):
+        pass
+    return job
+
+
+def tokens_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(range(seed, seed + 3 * num_tokens, 3))
+
+
+def corrupt_plane(daemon: Any, pair: Pair, handle: int, offset_bytes: int, rank: int = 0) -> None:
+    """Change one byte of the first plane, as a late writer would."""
+    arena = arena_of(daemon, rank)
+    flip(arena, pair.view(handle).shards[rank].extents[0].offset_bytes + offset_bytes)
+    arena.close()
+
+
+def first_turn(pair: Pair, session_id: str, num_tokens: int) -> None:
+    tokens = tokens_of(num_tokens)
+    handle = pair.ready(session_id, tokens)
+    assert all(answer.ok for answer in pair.ingest(session_id, tokens, handle))

@@ -148,6 +148,9 @@ def test_a_second_instance_is_refused_and_the_first_goes_on(start_daemon: StartD
     assert f"another snapd (pid {daemon.process.pid}) serves {daemon.socket_path}" in line
     with clients_of(daemon, 1) as (client,):
         assert client.stats().pid == daemon.process.pid
+    daemon.stop()
+    # As if a pid of more digits had been there before.
+    (daemon.directory / "snapd.sock.lock").write_text("1234567890123\n")
     daemon.restart()
     error = start_error(daemon.directory, socket_path=daemon.socket_path)
     assert f"another snapd (pid {daemon.process.pid}) serves" in error
@@ -197,6 +200,9 @@ def test_a_socket_that_cannot_be_bound_is_a_clear_error(
     monkeypatch.setattr(socket.socket, "bind", bind)
     error = start_error(directory)
     assert error == f"socket_path {directory / 's'} cannot be bound: Read-only file system"
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert mask != 0o177, "the process has its own mask again"
 
 
 def test_a_log_that_cannot_be_written_is_a_clear_error(directory: Path) -> None:
@@ -331,6 +337,12 @@ def test_a_socket_that_somebody_else_has_put_there_is_not_removed(start_daemon: 
         daemon.stop()
         assert daemon.socket_path.exists()
     daemon.socket_path.unlink()
+
+
+def test_a_socket_that_somebody_has_removed_does_not_disturb_the_end(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon()
+    daemon.socket_path.unlink()
+    daemon.stop()
 
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(start_daemon: StartDaemon) -> None:

@@ -13,6 +13,7 @@ from kv_cases import (
     ODD,
     PATIENCE_S,
     STEP_BYTES,
+    TOKENS,
     Kind,
     Pair,
     arena_of,
@@ -34,7 +35,6 @@ from snapd.mapping import MappedArena
 from snapd.units import KIB, MIB
 from snapd.wire import RankGrant
 
-TOKENS = tuple(range(500, 580))
 # Long beside a push on a busy machine, as those that are in time have the same.
 TIMEOUT_MS = 1_000
 

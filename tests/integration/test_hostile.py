@@ -653,7 +653,8 @@ def test_every_number_of_every_request_may_be_at_the_edge_of_64_bits(
         )  # fmt: skip
         assert reply.reason in (Reason.WRONG_RANK, Reason.INVALID_REQUEST, Reason.STALE_HANDLE)
     assert client.view(handle).state in ("RESERVED", "TRANSFERRING", "ABORTED")
-    client.ask(w.AbortReq, slab_handle=handle, drained=True)
+    for view in client.ask(w.ListReq).sessions:
+        client.ask(w.AbortReq, slab_handle=view.slab_handle, drained=True)
 
 
 @pytest.mark.parametrize(

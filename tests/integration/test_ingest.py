@@ -1,7 +1,5 @@
 """P's side over a real daemon: what reaches the pool and the tree, and what never does."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,26 +8,23 @@ import torch
 from kv_cases import (
     KINDS,
     MHA,
-    MLA,
     ODD,
-    PATIENCE_S,
     STEP_BYTES,
-    Pair,
-    arena_of,
+    corrupt_plane,
     finish_all,
-    flip,
+    first_turn,
     paged,
     paired,
     record,
-    records,
     settle,
+    tokens_of,
 )
 from raw_client import LogFollower, running, wait_for
 
 from snapd.client import Client
 from snapd.core import records as rec
 from snapd.core.events import State
-from snapd.errors import InvalidRequest, Reason
+from snapd.errors import InvalidRequest, InvariantBroken, Reason
 from snapd.kv.copy import ScatterJob
 from snapd.kv.ingest import Ingester
 from snapd.kv.push import Pusher
@@ -51,17 +46,6 @@ def daemon(served: tuple[Any, LogFollower]) -> Iterator[Any]:
     """A daemon with two ranks; after each test all its bytes are free and its log has told the story."""
     yield served[0]
     settle(*served)
-
-
-def tokens_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(range(seed, seed + 3 * num_tokens, 3))
-
-
-def corrupt_plane(daemon: Any, pair: Pair, handle: int, offset_bytes: int, rank: int = 0) -> None:
-    """Change one byte of the first plane, as a late writer would."""
-    arena = arena_of(daemon, rank)
-    flip(arena, pair.view(handle).shards[rank].extents[0].offset_bytes + offset_bytes)
-    arena.close()
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -125,12 +109,6 @@ def test_a_result_is_not_to_be_had_before_the_end(daemon: Any) -> None:
 
 
 # --- suffixes --------------------------------------------------------------------------------------
-
-
-def first_turn(pair: Pair, session_id: str, num_tokens: int) -> None:
-    tokens = tokens_of(num_tokens)
-    handle = pair.ready(session_id, tokens)
-    assert all(answer.ok for answer in pair.ingest(session_id, tokens, handle))
 
 
 @pytest.mark.parametrize("kind", ["mha", "odd", "mha, pages", "odd, pages", "fp8"])
@@ -314,6 +292,7 @@ def test_slots_that_do_not_fit_go_back_and_the_snapshot_stays(
         assert (answer.ok, answer.reason) == (False, Reason.INVALID_REQUEST)
         assert [x.tolist() for x in returned] == [x.tolist() for x in given]
         assert "s" not in pair.tree
+        assert not pair.view(handle).is_leased, "nobody has to wait for the lease's deadline"
         pair.check()
         assert pair.ingest("s", tokens_of(40), handle)[0].ok
 
@@ -384,7 +363,8 @@ def test_a_handle_of_another_session_changes_nothing(daemon: Any) -> None:
         (answer,) = pair.ingest("other", tokens_of(9), handle)
         assert (answer.ok, answer.reason) == (False, Reason.STALE_HANDLE)
         assert pair.tree.inserts == pair.tree.allocations == []
-        assert pair.view(handle).state is State.READY
+        view = pair.view(handle)
+        assert (view.state, view.is_leased) == (State.READY, False)
         assert pair.ingest("mine", tokens_of(9), handle)[0].ok
 
 
@@ -404,117 +384,7 @@ def test_a_snapshot_of_other_ranks_is_refused(daemon: Any) -> None:
         assert pair.trees[1].allocations == []
 
 
-# --- two ranks -----------------------------------------------------------------------------------------
-
-
-def until_voted(job: Any) -> None:
-    """Step a rank until it waits for the decision."""
-    wait_for(lambda: job.is_waiting or job.step(STEP_BYTES), "the vote", PATIENCE_S)
-    assert job.is_waiting and not job.done
-
-
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("keep", [True, False])
-def test_one_rank_that_cannot_allocate_is_no_for_both(daemon: Any, keep: bool, first: int) -> None:
-    """The other has scattered and voted ok; its slots go back, and it inserts nothing."""
-    with paired(daemon, MLA, num_ranks=2, keep_on_alloc_failure=keep) as pair:
-        handle = pair.ready("s", tokens_of(40))
-        pair.trees[1 - first].limit_tokens = 39
-        voted = pair.ingesters[first].start("s", tokens_of(40), handle)
-        until_voted(voted)
-        refusing = pair.ingesters[1 - first].start("s", tokens_of(40), handle)
-        answers = finish_all([voted, refusing])
-        assert [x.reason for x in answers] == [Reason.ALLOC_FAILED_ON_FINALIZE] * 2
-        assert voted.decision is not None and not voted.decision.commit
-        assert pair.trees[0].inserts == pair.trees[1].inserts == []
-        pair.check()
-        assert pair.view(handle).state is (State.READY if keep else State.ABORTED)
-        if keep:
-            pair.trees[1 - first].limit_tokens = None
-            assert all(x.ok for x in pair.ingest("s", tokens_of(40), handle))
-            assert [tree.inserts for tree in pair.trees] == [["s"], ["s"]]
-        assert pair.is_all_free()
-
-
-def test_a_no_that_comes_first_is_told_to_the_rank_that_votes_later(daemon: Any) -> None:
-    with paired(daemon, num_ranks=2) as pair:
-        handle = pair.ready("s", tokens_of(40))
-        slow = pair.ingesters[0].start("s", tokens_of(40), handle)
-        pair.trees[1].limit_tokens = 0
-        (refused,) = finish_all([pair.ingesters[1].start("s", tokens_of(40), handle)])
-        (late,) = finish_all([slow])
-        assert (refused.reason, late.reason) == (Reason.ALLOC_FAILED_ON_FINALIZE, Reason.ROUND_ABORTED)
-        assert pair.trees[0].inserts == []
-
-
-@pytest.mark.parametrize("without", [0, 1])
-def test_a_prefix_that_one_rank_has_evicted_is_missing_for_both(daemon: Any, without: int) -> None:
-    with paired(daemon, paged(MLA), num_ranks=2) as pair:
-        first_turn(pair, "s", 32)
-        suffix = pair.push("s", tokens_of(50))
-        assert suffix.token_start == 32
-        pair.trees[without].evict("s")
-        voted = pair.ingesters[1 - without].start("s", tokens_of(50), suffix.slab_handle)
-        until_voted(voted)
-        lacking = pair.ingesters[without].start("s", tokens_of(50), suffix.slab_handle)
-        assert [x.reason for x in finish_all([voted, lacking])] == [Reason.PREFIX_NOT_RESIDENT] * 2
-        assert [tree.inserts for tree in pair.trees] == [["s"], ["s"]]
-        pair.check()
-        full = pair.push("s", tokens_of(50))
-        assert full.token_start == 0
-        assert all(x.ok for x in pair.ingest("s", tokens_of(50), full.slab_handle))
-        assert pair.trees[without].allocations[-1] == 50
-        assert pair.trees[1 - without].allocations[-1] == 18
-
-
-@pytest.mark.parametrize("corrupt_rank", [0, 1])
-def test_a_rank_with_other_bytes_is_no_for_both(daemon: Any, corrupt_rank: int) -> None:
-    with paired(daemon, num_ranks=2) as pair:
-        handle = pair.ready("s", tokens_of(40))
-        corrupt_plane(daemon, pair, handle, offset_bytes=100, rank=corrupt_rank)
-        answers = pair.ingest("s", tokens_of(40), handle)
-        assert [x.reason for x in answers] == [Reason.CHECKSUM_MISMATCH] * 2
-        assert pair.trees[0].inserts == pair.trees[1].inserts == []
-        held = wait_for(lambda: records(daemon, rec.SlabQuarantined, handle))
-        assert [x.rank for x in held if x.why == "corrupt"] == [corrupt_rank]
-
-
-LEASES_AND_WAITS = """
-import sys
-from snapd.client import Client
-with Client(sys.argv[1]) as client:
-    client.begin_ingest(int(sys.argv[2]), 1, sys.argv[3])
-    print("leased", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_rank_that_was_killed_is_no_at_the_leases_deadline_and_a_later_round_succeeds(
-    start_daemon: Callable[..., Any],
-) -> None:
-    daemon = start_daemon(ranks=2, lease_ms=LEASE_MS)
-    with paired(daemon, num_ranks=2) as pair:
-        handle = pair.ready("s", tokens_of(40))
-        killed = subprocess.Popen(
-            [
-                sys.executable, "-c", LEASES_AND_WAITS,
-                str(daemon.socket_path), str(handle), pair.pusher.layout_fingerprint,
-            ],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        with killed:
-            assert killed.stdout is not None
-            assert killed.stdout.readline() == "leased\n"
-            voted = pair.ingesters[0].start("s", tokens_of(40), handle)
-            killed.kill()
-        (answer,) = finish_all([voted])
-        assert (answer.ok, answer.reason) == (False, Reason.ROUND_ABORTED)
-        assert pair.trees[0].inserts == []
-        pair.check()
-        assert pair.view(handle).state is State.READY
-        assert all(x.ok for x in pair.ingest("s", tokens_of(40), handle))
-        ended = [(x.rank, x.reason) for x in records(daemon, rec.LeaseEnded, handle)]
-        assert (1, Reason.LEASE_EXPIRED) in ended
+# --- leases --------------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_comes_too_late_must_not_insert(start_daemon: Callable[..., Any]) -> None:
@@ -561,8 +431,11 @@ def test_an_owner_that_raises_leaves_no_slot_lent_and_no_prefix_pinned(
         assert pair.ingest("s", tokens_of(40), handle)[0].ok
 
 
-def test_an_insert_that_raises_leaves_no_prefix_pinned(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots stay with the tree, which may have them."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_insert_that_raises_leaves_no_prefix_pinned(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """The slots stay with the tree, which may have them; the decision stands."""
     with paired(daemon) as pair:
         handle = pair.ready("s", tokens_of(40))
         insert = pair.tree.insert
@@ -571,13 +444,38 @@ def test_an_insert_that_raises_leaves_no_prefix_pinned(daemon: Any, monkeypatch:
             insert(*args)
             raise RuntimeError("an engine's own fault")
 
+        before = pair.core()
         with monkeypatch.context() as patch:
             patch.setattr(pair.tree, "insert", insert_and_fail)
             (job,) = pair.start_ingest("s", tokens_of(40), handle)
+            wait_for(lambda: job.is_waiting or job.step(STEP_BYTES), "the vote")
             with pytest.raises(RuntimeError, match="own fault"):
+                if waits:
+                    job.wait()
                 finish_all([job])
         assert job.result.reason == Reason.INGEST_FAILED
         pair.check()
+        after = pair.core()
+        assert (after.requests_refused, after.messages_absorbed) == (
+            before.requests_refused,
+            before.messages_absorbed,
+        ), "no second vote is cast"
+
+
+def test_a_copy_that_is_refused_ends_the_attempt(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        (job,) = pair.start_ingest("s", tokens_of(40), handle)
+
+        def refuse(*_: object) -> None:
+            raise InvariantBroken("rows of another shape")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ScatterJob, "step", refuse)
+            assert job.step(1)
+        assert job.result.reason == Reason.INGEST_FAILED
+        assert pair.view(handle).reason == Reason.INGEST_FAILED
+        assert pair.tree.inserts == [] and pair.is_all_free()
 
 
 def test_a_copy_that_raises_gives_slots_and_lease_back(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:

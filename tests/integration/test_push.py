@@ -1,7 +1,7 @@
 """D's side over a real daemon: pushes in steps, how they end, and what is left when D or the daemon goes."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,31 +9,36 @@ import torch
 from kv_cases import (
     MHA,
     PATIENCE_S,
-    STEP_BYTES,
+    TOKENS,
     Kind,
     Pair,
+    begun,
     child,
+    finish,
     finish_all,
     make_pool,
+    num_mappings,
     paired,
     record,
     records,
     settle,
-    step_times,
 )
-from raw_client import LogFollower, is_all_free, outcomes, running, wait_for
+from raw_client import LogFollower, running, wait_for
 
 from snapd.client import Client
 from snapd.core import records as rec
 from snapd.core.events import State
-from snapd.errors import DaemonUnreachable, InvalidRequest, LayoutMismatch, Reason
+from snapd.errors import InvalidRequest, LayoutMismatch, Reason
 from snapd.kv.checksum import plane_checksum
 from snapd.kv.copy import GatherJob, gather
-from snapd.kv.push import Pusher, PushJob
+from snapd.kv.push import Pusher
 from snapd.layout import Namespace
+from snapd.links import Link
+from snapd.transport.base import TicketState, Write
+from snapd.transport.shm import ShmWriter
 from snapd.units import MIB
+from snapd.wire import BeginIngestReq, GetReq, HandleRequest
 
-TOKENS = tuple(range(500, 580))
 # Long beside the first steps of a push on a busy machine.
 TIMEOUT_MS = 1_000
 
@@ -49,21 +54,6 @@ def daemon(served: tuple[Any, LogFollower]) -> Iterator[Any]:
     """A daemon with two ranks; after each test all its bytes are free and its log has told the story."""
     yield served[0]
     settle(*served)
-
-
-def begun(pair: Pair, session_id: str = "s") -> tuple[PushJob, int]:
-    """Begin a push and move a part of it; return the job and its handle."""
-    job = pair.start(session_id, TOKENS, pair.slots(len(TOKENS)))
-    step_times(job, 2)
-    assert job.grant is not None
-    assert 0 < job.bytes_done < len(TOKENS) * pair.token_bytes
-    return job, job.grant.slab_handle
-
-
-def finish(job: PushJob) -> PushJob:
-    while not job.step(STEP_BYTES):
-        pass
-    return job
 
 
 # --- steps -----------------------------------------------------------------------------------------
@@ -188,6 +178,68 @@ def test_a_newer_push_of_the_session_supersedes_one_under_way(daemon: Any) -> No
         assert older.result.reason == Reason.SUPERSEDED
         assert pair.view(handle).reason == Reason.SUPERSEDED
         assert pair.ingest("s", TOKENS, finish(newer).result.slab_handle)[0].ok
+
+
+def test_an_attempt_that_ends_before_it_has_started_is_told_with_its_reason(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Client.transfer_started
+
+    def abort_and_start(client: Client, handle: int, **fields: Any) -> Any:
+        client.abort(handle)
+        return started(client, handle, **fields)
+
+    with paired(daemon) as pair:
+        monkeypatch.setattr(Client, "transfer_started", abort_and_start)
+        job = pair.start("s", TOKENS, pair.slots(len(TOKENS)))
+        assert job.done and job.result.reason == Reason.CLIENT_ABORT
+        assert pair.is_all_free(), "drain proof was given"
+
+
+def test_every_message_about_an_attempt_names_the_epoch(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[HandleRequest] = []
+    submit = Link.submit
+
+    def note_and_submit(link: Link, call: Any) -> Any:
+        if isinstance(call.request, HandleRequest) and not isinstance(call.request, (BeginIngestReq, GetReq)):
+            said.append(call.request)
+        return submit(link, call)
+
+    with paired(daemon) as pair:
+        monkeypatch.setattr(Link, "submit", note_and_submit)
+        job, _ = begun(pair)
+        job.cancel()
+        handle = pair.ready("s", TOKENS)
+        pair.tree.limit_tokens = 0
+        assert not pair.ingest("s", TOKENS, handle)[0].ok
+        pair.tree.limit_tokens = None
+        assert pair.ingest("s", TOKENS, handle)[0].ok
+        wrong = gathered(pair)
+        wrong[0].pop()
+        assert not pair.pusher.push_planes("t", TOKENS, wrong).ok
+        assert pair.pusher.push_planes("t", TOKENS, gathered(pair)).ok
+        assert {type(request).__name__ for request in said} == {
+            "TransferStartedReq", "CommitReq", "TransferFailedReq", "VoteReq",
+        }  # fmt: skip
+        assert {request.epoch for request in said} == {pair.d.epoch}
+
+
+def test_a_closed_pusher_maps_nothing_once_its_jobs_have_ended(daemon: Any) -> None:
+    before = num_mappings()
+    with paired(daemon) as pair:
+        ended, cancelled = finish(begun(pair, "s")[0]), begun(pair, "t")[0]
+        cancelled.cancel()
+        assert num_mappings() == before + 1
+        pair.pusher.close()
+        assert ended.done and cancelled.done
+        assert num_mappings() == before, "a job that has ended keeps no plane"
+        handle = pair.ready("u", TOKENS)
+        (ingest,) = pair.start_ingest("u", TOKENS, handle)
+        finish_all([ingest])
+        pair.pusher.close()
+        assert num_mappings() == before + 1
+        pair.ingesters[0].close()
+        assert ingest.done and num_mappings() == before
 
 
 def test_a_copy_that_raises_ends_the_attempt(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +401,32 @@ def test_checksums_that_are_not_the_planes_own_are_noticed_by_p(daemon: Any) -> 
         assert pair.ingest("s", TOKENS, result.slab_handle)[0].reason == Reason.CHECKSUM_MISMATCH
 
 
+def test_a_write_that_fails_ends_the_attempt(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paired(daemon) as pair:
+        monkeypatch.setattr(ShmWriter, "poll", lambda *_: TicketState.FAILED)
+        result = pair.pusher.push_planes("s", TOKENS, gathered(pair))
+        assert (result.ok, result.reason) == (False, Reason.TRANSFER_FAILED)
+        assert pair.view(result.slab_handle).reason == Reason.TRANSFER_FAILED
+        assert pair.is_all_free()
+
+
+def test_before_the_first_write_the_transfer_has_started(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on it is the transfer's clock that counts."""
+    states: list[State] = []
+    submit = ShmWriter.submit
+
+    def look_and_submit(writer: ShmWriter, writes: Sequence[Write]) -> int:
+        states.extend(session.state for session in pair.d.list_sessions().sessions)
+        return submit(writer, writes)
+
+    with paired(daemon) as pair:
+        monkeypatch.setattr(ShmWriter, "submit", look_and_submit)
+        assert pair.pusher.push_planes("s", TOKENS, gathered(pair)).ok
+        assert states == [State.TRANSFERRING]
+
+
 def test_planes_that_are_refused_say_why(daemon: Any) -> None:
     with paired(daemon) as pair:
         result = pair.pusher.push_planes("", TOKENS, gathered(pair))
@@ -395,118 +473,3 @@ def test_a_killed_d_ends_the_quarantine_that_its_timeout_began(start_daemon: Cal
         d.signal(signal.SIGKILL)
         wait_for(pair.is_all_free, "the quarantine is over", PATIENCE_S)
         assert record(daemon, rec.SlabReleased, d.handle).why == "writer-gone"
-
-
-# --- the daemon goes -----------------------------------------------------------------------------------
-
-
-def test_a_push_ends_when_the_daemon_is_killed_and_the_next_one_maps_the_new_arena(
-    start_daemon: Callable[..., Any],
-) -> None:
-    daemon = start_daemon()
-    with paired(daemon) as pair:
-        job, handle = begun(pair)
-        daemon.kill()
-        result = finish(job).result
-        assert (result.ok, result.reason) == (False, Reason.TRANSFER_FAILED)
-        refused = pair.push("s", TOKENS)
-        assert (refused.ok, refused.reason, refused.slab_handle) == (False, Reason.TRANSFER_FAILED, 0)
-        daemon.restart()
-        pair.ps[0].ping()  # P meets the new epoch, and its layout is declared by itself.
-        again = pair.push("s", TOKENS)
-        assert again.ok and again.token_start == 0
-        assert pair.ingest("s", TOKENS, handle)[0].reason == Reason.STALE_HANDLE
-        assert pair.tree.inserts == []
-        assert pair.ingest("s", TOKENS, again.slab_handle)[0].ok
-        assert outcomes(daemon.log_path)[handle] == ["daemon-restarted"]
-
-
-def test_a_push_that_goes_on_after_a_restart_ends_as_stale(start_daemon: Callable[..., Any]) -> None:
-    """It wrote into the old daemon's arena, which nobody reads; the new one hears nothing of it."""
-    daemon = start_daemon(ranks=2)
-    with paired(daemon, num_ranks=2) as pair:
-        job, _ = begun(pair)
-        daemon.kill()
-        daemon.restart()
-        result = finish(job).result
-        assert (result.ok, result.reason) == (False, Reason.STALE_HANDLE)
-        core = pair.core()
-        assert core.attempts == 0 and is_all_free(core)
-        for p in pair.ps:
-            p.ping()
-        assert all(x.ok for x in pair.ingest("s", TOKENS, pair.ready("s", TOKENS)))
-
-
-def test_a_job_of_the_old_epoch_does_not_disturb_one_of_the_new(start_daemon: Callable[..., Any]) -> None:
-    daemon = start_daemon(ranks=2)
-    with paired(daemon, num_ranks=2) as pair:
-        old, _ = begun(pair, "old")
-        daemon.kill()
-        daemon.restart()
-        for p in pair.ps:
-            p.ping()
-        new, handle = begun(pair, "new")
-        while not (old.step(1) & new.step(1)):
-            pass
-        assert (old.result.reason, new.result.reason) == (Reason.STALE_HANDLE, Reason.OK)
-        assert all(x.ok for x in pair.ingest("new", TOKENS, handle))
-
-
-def test_what_was_ready_before_a_restart_is_not_ingested_after_it(start_daemon: Callable[..., Any]) -> None:
-    daemon = start_daemon()
-    with paired(daemon) as pair:
-        handle = pair.ready("s", TOKENS)
-        daemon.kill()
-        daemon.restart()
-        (answer,) = pair.ingest("s", TOKENS, handle)
-        assert (answer.ok, answer.reason) == (False, Reason.STALE_HANDLE)
-        assert pair.tree.inserts == pair.tree.allocations == []
-        assert pair.ps[0].reconnects == 1
-        assert pair.ingest("s", TOKENS, pair.ready("s", TOKENS))[0].ok, "the layout is known again"
-        assert pair.tree.inserts == ["s"]
-
-
-@pytest.mark.parametrize("is_back", [True, False])
-def test_a_restart_between_lease_and_vote_inserts_nothing(
-    start_daemon: Callable[..., Any], is_back: bool
-) -> None:
-    daemon = start_daemon()
-    with paired(daemon) as pair:
-        (job,) = pair.start_ingest("s", TOKENS, pair.ready("s", TOKENS))
-        assert not job.step(1)
-        daemon.kill()
-        if is_back:
-            daemon.restart()
-        (answer,) = finish_all([job])
-        assert (answer.ok, answer.reason) == (False, Reason.STALE_HANDLE if is_back else Reason.LEASE_EXPIRED)
-        assert pair.tree.inserts == []
-        pair.check()
-        if not is_back:
-            daemon.restart()
-            pair.ps[0].ping()
-        assert pair.ingest("s", TOKENS, pair.ready("s", TOKENS))[0].ok
-
-
-def test_a_daemon_that_dies_before_the_decision_inserts_nothing_on_either_rank(
-    start_daemon: Callable[..., Any],
-) -> None:
-    daemon = start_daemon(ranks=2)
-    with paired(daemon, num_ranks=2) as pair:
-        jobs = pair.start_ingest("s", TOKENS, pair.ready("s", TOKENS))
-        wait_for(lambda: jobs[0].is_waiting or jobs[0].step(STEP_BYTES), "the vote")
-        pair.ps[0].ping()
-        daemon.kill()
-        answers = finish_all(jobs)
-        assert not any(answer.ok for answer in answers)
-        assert [tree.inserts for tree in pair.trees] == [[], []]
-
-
-def test_without_a_daemon_a_push_says_so(start_daemon: Callable[..., Any]) -> None:
-    daemon = start_daemon()
-    with paired(daemon) as pair:
-        daemon.kill()
-        result = pair.push("s", TOKENS)
-        assert (result.ok, result.reason) == (False, Reason.TRANSFER_FAILED)
-        assert "no daemon" in result.detail
-        with pytest.raises(DaemonUnreachable):
-            pair.ingesters[0].lookup("s")

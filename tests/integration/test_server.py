@@ -33,7 +33,7 @@ from snapd import wire as w
 from snapd.config import Config
 from snapd.core.events import State
 from snapd.errors import Reason
-from snapd.server import RateLimitedWarnings, Server
+from snapd.server import Connection, RateLimitedWarnings, Server
 from snapd.units import KIB, MIB
 
 NOBODY = 65_534
@@ -191,12 +191,9 @@ def test_a_client_that_is_cut_off_for_garbage_and_does_not_read_does_not_linger(
         (connection,) = server.connections.values()
         transport = connection._transport
         assert transport is not None
-        told = w.SessionEnded(
-            slab_handle=1, session_id="s", state=State.ABORTED, reason=Reason.EVICTED, drain_wanted=False
-        )
         while not transport.get_write_buffer_size():
             for _ in range(10):
-                connection.push(told)
+                connection.push(ended())
             await asyncio.sleep(0)
         client.send(bytes(4))
         await until(lambda: not server.connections)
@@ -207,6 +204,249 @@ def test_a_client_that_is_cut_off_for_garbage_and_does_not_read_does_not_linger(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scene())
+
+
+class FakeTransport:
+    """Takes everything, and says that as much waits as it was told to say."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.written = b""
+        self.waiting_bytes = 0
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda **_: self.calls.append(name)
+
+    def get_extra_info(self, name: str) -> socket.socket:
+        return self.sock
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting_bytes
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+
+class CountingService:
+    """Leaves every request unanswered, as if all were votes that wait."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def take(self, caller: Connection, request: Any) -> None:
+        self.taken.append(request.id)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Callable[[Callable[..., Any]], None]]:
+    """Run something with a connection in this process: its fake transport, and a service that counts."""
+    config = Config(socket_path=str(tmp_path / "s"), log_path=str(tmp_path / "l"), frame_timeout_ms=30)
+    pair = socket.socketpair(socket.AF_UNIX)
+
+    def play(act: Callable[..., Any]) -> None:
+        async def on_loop() -> None:
+            loop = asyncio.get_running_loop()
+            failures: list[Any] = []
+            loop.set_exception_handler(lambda loop, context: failures.append(context))
+            server = Server(config, loop, lambda writer_id: None, lambda writer_id: False)
+            server.service = service = CountingService()  # type: ignore[assignment]
+            connection, transport = server.new_connection(), FakeTransport(pair[0])
+            connection.connection_made(transport)  # type: ignore[arg-type]
+            await act(connection, transport, service, server)
+            server.close()
+            assert not failures
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(on_loop())
+
+    yield play
+    for sock in pair:
+        sock.close()
+
+
+def pings(number: int) -> bytes:
+    return b"".join(w.encode_frame(w.PingReq(id=i)) for i in range(number))
+
+
+def test_a_connection_that_is_lost_leaves_no_request_and_no_timer_behind(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        warned: list[str] = []
+        server.warnings.warn = lambda kind, **facts: warned.append(kind)  # type: ignore[method-assign]
+        connection.data_received(pings(100) + b"\x01")
+        assert service.taken == list(range(64)), "the rest would come at the next turn"
+        connection.pause_writing()
+        connection.show(b"a transition")
+        connection.connection_lost(None)
+        assert not server.connections and not connection._backlog and not connection._shown
+        await asyncio.sleep(0)
+        clock = asyncio.Event()
+        server.loop.call_later(0.06, clock.set)  # Twice frame_timeout_ms.
+        await clock.wait()
+        assert (service.taken, warned, transport.written) == (list(range(64)), [], b"")
+        connection.send(w.PingRep(id=1, epoch=""))
+        connection.push(ended())
+        connection.close()
+        assert transport.written == b""
+
+    scene(act)
+
+
+def test_a_connection_that_is_lost_in_the_middle_of_a_frame_is_not_complained_about(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        warned: list[str] = []
+        server.warnings.warn = lambda kind, **facts: warned.append(kind)  # type: ignore[method-assign]
+        connection.data_received(b"\x01")
+        connection.connection_lost(None)
+        clock = asyncio.Event()
+        server.loop.call_later(0.06, clock.set)
+        await clock.wait()
+        assert warned == []
+
+    scene(act)
+
+
+def test_a_connection_that_is_not_read_from_is_not_blamed_for_half_a_frame_until_it_is(scene: Any) -> None:
+    """The clock of a frame goes on only while the daemon reads; then it does go on."""
+
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        connection.data_received(pings(100) + b"\x01")
+        connection._stop_frame_clock()
+        connection._frame_timed_out()
+        assert transport.written == b"", "there are requests before it that were not taken yet"
+        connection.pause_writing()
+        connection._stop_frame_clock()
+        connection._frame_timed_out()
+        assert transport.written == b"", "the client has to read first"
+        connection.resume_writing()
+        await until(lambda: transport.written)
+        assert b"a frame was not finished" in transport.written
+        assert transport.calls[-1] == "close"
+
+    scene(act)
+
+
+def test_a_connection_that_finishes_a_frame_in_many_pieces_has_one_clock(scene: Any) -> None:
+    """None of the pieces leaves a timer behind that fires when the frame has long been whole."""
+
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        for byte in pings(1):
+            connection.data_received(bytes([byte]))
+        assert service.taken == [0]
+        clock = asyncio.Event()
+        server.loop.call_later(0.06, clock.set)
+        await clock.wait()
+        assert "close" not in transport.calls
+
+    scene(act)
+
+
+def test_processes_are_watched_until_the_server_closes(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        assert connection.writer_id() > 0
+        assert len(server.processes) == 1
+        server.close()
+        assert len(server.processes) == 0
+
+    scene(act)
+
+
+def test_a_connection_that_has_much_to_ask_gets_one_turn_at_a_time(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        connection.data_received(pings(300))
+        assert len(service.taken) == 64
+        connection.data_received(pings(300))
+        assert len(service.taken) == 128
+        await asyncio.sleep(0)
+        assert len(service.taken) == 192, "one turn was waiting, not two"
+        assert transport.calls[-1] == "pause_reading"
+        connection.pause_writing()
+        await asyncio.sleep(0)
+        assert len(service.taken) == 192 and connection._next_turn is None, "it does not spin while it waits"
+        connection.resume_writing()
+        await until(lambda: not connection._backlog)
+        assert len(service.taken) == 600
+        assert transport.calls[-1] == "resume_reading"
+
+    scene(act)
+
+
+def test_a_connection_that_is_lost_while_it_closes_leaves_no_timer_behind(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        connection.close()
+        connection.connection_lost(None)
+        clock = asyncio.Event()
+        server.loop.call_later(0.06, clock.set)
+        await clock.wait()
+        assert "abort" not in transport.calls
+
+    scene(act)
+
+
+def test_a_connection_that_is_closed_takes_and_writes_nothing_more(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        connection.watch("")
+        connection.data_received(pings(65))
+        connection.close()
+        assert not server.watchers
+        connection.close()
+        connection.data_received(pings(1))
+        connection.data_received(bytes(4))
+        assert server.warnings._last == {}, "nobody complains about what came too late"
+        await asyncio.sleep(0)
+        connection.push(ended())
+        connection.resume_writing()
+        assert (service.taken, transport.written) == (list(range(64)), b"")
+        assert transport.calls.count("close") == 1
+        assert not connection._backlog
+        assert "resume_reading" not in transport.calls
+        assert server.connections, "it is there, and is counted, until it is lost"
+
+    scene(act)
+
+
+def test_a_connection_that_is_cut_off_takes_and_writes_nothing_more(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        connection.watch("")
+        transport.waiting_bytes = server.config.reply_buffer_bytes_max
+        connection.push(ended())
+        assert "abort" not in transport.calls, "the limit itself is allowed"
+        transport.waiting_bytes += 1
+        connection.push(ended())
+        assert transport.calls.count("abort") == 1
+        written = transport.written
+        connection.push(ended())
+        connection.data_received(pings(1))
+        assert (transport.written, service.taken, transport.calls.count("abort")) == (written, [], 1)
+        assert not server.watchers
+
+    scene(act)
+
+
+def test_a_watcher_that_reads_for_a_moment_gets_what_fits_and_hears_of_the_loss_last(scene: Any) -> None:
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        most = server.config.watch_queue_max
+        connection.pause_writing()
+        for i in range(most + 3):
+            connection.show(b"%d," % i)
+        transport.write = lambda data: (seen.append(data), connection.pause_writing())
+        seen: list[bytes] = []
+        connection.resume_writing()
+        assert seen == [b"0,"], "it is congested again: nothing more, and no loss yet"
+        transport.write = seen.append
+        connection.resume_writing()
+        assert seen == [*(b"%d," % i for i in range(most)), w.encode_frame(w.WatchLost(count=3))]
+        connection.resume_writing()
+        connection.show(b"next")
+        assert seen[most + 1 :] == [b"next"], "a loss is told once"
+
+    scene(act)
+
+
+def ended() -> w.SessionEnded:
+    return w.SessionEnded(
+        slab_handle=1, session_id="s", state=State.ABORTED, reason=Reason.EVICTED, drain_wanted=False
+    )
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -268,6 +508,14 @@ def test_requests_in_flight_are_bounded_and_votes_that_wait_are_in_flight(small:
     assert all(client.reply_to(100 + i).commit for i in range(4))
     for _ in range(20):
         assert client.ask(w.PingReq)
+
+
+def test_a_buffer_that_was_handed_over_is_no_longer_in_flight(small: Stage) -> None:
+    client = small.connect()
+    for _ in range(10):
+        (fd,) = map_buffer(client)[1]
+        os.close(fd)
+    assert client.ask(w.PingReq)
 
 
 def test_what_is_refused_by_its_form_takes_no_place_either(small: Stage) -> None:
@@ -410,6 +658,8 @@ def test_a_buffer_is_refused_while_replies_are_under_way(usual: Stage) -> None:
         client = usual.connect()
         asked = w.encode_frame(w.StatsReq(id=1)) * num_before + w.encode_frame(w.MapBufferReq(id=2, rank=0))
         client.send(asked)
+        for _ in range(10):
+            usual.witness.ask(w.PingReq)  # All turns that its requests take have passed.
         for _ in range(num_before):
             assert isinstance(client.receive(), w.StatsRep)
         answer = client.receive()
@@ -472,8 +722,7 @@ def test_without_descriptors_left_clients_hear_of_it_and_the_daemon_lives(
             assert other.until_closed() == [], "it is too late for an answer"
         else:
             assert other.refusal(w.MapBufferReq, rank=0) is Reason.LIMIT_REACHED
-            other.close()
-        wait_for(lambda: usual.witness.stats().connections == 2, "its place is free")
+        wait_for(lambda: usual.witness.stats().connections == 3 - num_left, "it is gone, or served on")
         handle = client.granted(is_only_writer=True)
         assert client.ask(w.AbortReq, slab_handle=handle, drained=True).state == "ABORTED"
         late = [RawClient(usual.path) for _ in range(5)]
@@ -588,12 +837,13 @@ def test_stats_say_how_things_stand(usual: Stage) -> None:
 
 def test_a_list_holds_what_was_asked_for(usual: Stage) -> None:
     client = usual.connect()
-    handles = [client.granted("a"), client.ready("b"), client.granted("c")]
+    handles = [client.granted("a"), client.ready("b"), client.ready("c")]
     ended = client.granted("b", 4)
     client.ask(w.AbortReq, slab_handle=ended, drained=True)
     everything = client.ask(w.ListReq)
     assert [view.slab_handle for view in everything.sessions] == handles
-    assert [x.slab_handle for x in client.ask(w.ListReq, states=("READY",)).sessions] == [handles[1]]
+    ready = client.ask(w.ListReq, states=("READY",))
+    assert [view.slab_handle for view in ready.sessions] == handles[1:]
     of_b = client.ask(w.ListReq, session_id="b", states=("READY", "ABORTED"))
     assert {x.slab_handle for x in of_b.sessions} == {handles[1], ended}
     for handle in handles:

@@ -251,10 +251,9 @@ class Model:
         if one is None or one.state not in OPEN:
             return self.not_open(handle, ("start",))
         if one.state != "RESERVED":
-            return one.said.get(("start",), ("accepted", one.state, False))
+            return ("accepted", one.state, False)
         self._transfer(one)
-        one.said["start",] = ("accepted", "TRANSFERRING", False)
-        return one.said["start",]
+        return ("accepted", "TRANSFERRING", False)
 
     def _transfer(self, one: Try) -> None:
         one.state = "TRANSFERRING"
@@ -296,7 +295,7 @@ class Model:
         one = self.remembered(handle)
         if one is None or one.state not in OPEN:
             ranks = list(self.ranks) if rank is None else [rank]
-            heard = drained and self.hear(handle, ranks, ("undrained", "corrupt"))
+            heard = drained and self.hear(handle, ranks, ("undrained",))
             if one is not None and heard and key not in one.said:
                 return ("accepted", one.state, False)
             return self.not_open(handle, key)
@@ -314,7 +313,7 @@ class Model:
     def abort(self, handle: int, drained: bool) -> tuple[Any, ...]:
         one = self.remembered(handle)
         if one is None or one.state not in OPEN:
-            heard = drained and self.hear(handle, list(self.ranks), ("undrained", "corrupt"))
+            heard = drained and self.hear(handle, list(self.ranks), ("undrained",))
             if one is not None and heard and ("abort",) not in one.said:
                 return ("accepted", one.state, False)
             return self.not_open(handle, ("abort",))
@@ -327,7 +326,7 @@ class Model:
         if one is not None and one.state in ("RESERVED", "TRANSFERRING"):
             return ("refused", "wrong-state")
         ranks = list(self.ranks) if rank is None else [rank]
-        heard = self.hear(handle, ranks, ("undrained", "corrupt"))
+        heard = self.hear(handle, ranks, ("undrained",))
         if one is None:
             return ("accepted", "ABORTED", False) if heard else ("refused", "stale-handle")
         return ("accepted", one.state, False)
@@ -444,7 +443,7 @@ class Model:
         for handle, one in list(self.tries.items()):
             if one.writer == writer and one.state in ("RESERVED", "TRANSFERRING"):
                 self.end(handle, "ABORTED", "writer-gone", set(one.ranks))
-        for key in [key for key, x in self.kept.items() if x.writer == writer and x.why != "leased"]:
+        for key in [key for key, x in self.kept.items() if x.writer == writer and x.why == "undrained"]:
             del self.kept[key]
 
     def stop(self) -> None:
