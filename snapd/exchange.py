@@ -303,6 +303,7 @@ class Exchange:
                     self.pushes.append(answer)
             elif answer is not None:
                 self._on_reply(answer)
+        self._splitter.check()
 
     # --- inside --------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class Connection(asyncio.Protocol):
         self._in_flight = 0
         self._is_congested = False
         self._is_closed = False
-        self._backlog: deque[bytes] = deque()
+        self._backlog: deque[bytes | ProtocolError] = deque()
         self._next_turn: asyncio.Handle | None = None
         self._frame_deadline: asyncio.TimerHandle | None = None
         self._last_chance: asyncio.TimerHandle | None = None
@@ -219,13 +219,15 @@ class Connection(asyncio.Protocol):
             return
         try:
             payloads = self._splitter.feed(data)
+            self._backlog += payloads
+            self._splitter.check()
         except ProtocolError as error:
-            self._refuse_bytes(error)
-            return
-        if payloads:
-            self._stop_frame_clock()
-        self._watch_frame()
-        self._backlog += payloads
+            # After the requests that came before it.
+            self._backlog.append(error)
+        else:
+            if payloads:
+                self._stop_frame_clock()
+            self._watch_frame()
         self._take_turn()
 
     def pause_writing(self) -> None:
@@ -249,8 +251,11 @@ class Connection(asyncio.Protocol):
         for _ in range(_TURN_REQUESTS_MAX):
             if not self._backlog or self._is_congested or self._is_closed:
                 break
+            item = self._backlog.popleft()
             try:
-                self._take(self._backlog.popleft())
+                if isinstance(item, ProtocolError):
+                    raise item
+                self._take(item)
             except ProtocolError as error:
                 self._refuse_bytes(error)
         if self._is_closed:

@@ -15,13 +15,11 @@ from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.machine import view_session
 from snapd.core.session import Session
-from snapd.errors import Reason
+from snapd.errors import InvariantBroken, Reason
 from snapd.executor import Executor
 from snapd.layout import Layout
 from snapd.units import NS_PER_MS
 
-# Fingerprints, digests and page keys: 32 hex digits as this package makes them, with room for others'.
-_DIGEST_CHARS_MAX: Final = 64
 _SHOWN_LIMITS: Final = (
     "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
     "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max", "watch_queue_max",
@@ -104,22 +102,12 @@ class Service:
         self._handlers: dict[type[w.Request], Callable[..., None]] = {
             w.HelloReq: self._hello,
             w.PingReq: self._ping,
-            w.DeclareLayoutReq: self._declare_layout,
             w.SnapshotPrepareReceiveReqInput: self._prepare,
-            w.TransferStartedReq: self._transfer_started,
-            w.CommitReq: self._commit,
-            w.TransferFailedReq: self._transfer_failed,
-            w.AbortReq: self._abort,
-            w.DrainedReq: self._drained,
-            w.BeginIngestReq: self._begin_ingest,
-            w.VoteReq: self._vote,
-            w.LookupReq: self._lookup,
             w.MapBufferReq: self._map_buffer,
             w.GetReq: self._get,
             w.ListReq: self._list,
             w.StatsReq: self._stats,
             w.WatchReq: self._watch,
-            w.DrainReq: self._drain,
         }
 
     def take(self, caller: Caller, request: w.AnyRequest) -> None:
@@ -128,7 +116,11 @@ class Service:
             detail = f"the handle is of epoch {request.epoch[:32]}; this is {self._epoch}"
             caller.send(w.ErrorRep(id=request.id, reason=Reason.STALE_HANDLE, detail=detail))
             return
-        self._handlers[type(request)](caller, request)
+        handler = self._handlers.get(type(request))
+        if handler is not None:
+            handler(caller, request)
+        else:
+            self._ask_core(caller, request)
 
     # --- hello, ping, layouts ------------------------------------------------------------------
 
@@ -163,21 +155,9 @@ class Service:
     def _ping(self, caller: Caller, request: w.PingReq) -> None:
         caller.send(w.PingRep(id=request.id, epoch=self._epoch))
 
-    def _declare_layout(self, caller: Caller, request: w.DeclareLayoutReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.LayoutDeclared(at_ns=at_ns, cause_id=cause_id, rank=request.rank, layout=request.layout)
-
-        self._ask(caller, request, event)
-
     # --- D -------------------------------------------------------------------------------------
 
     def _prepare(self, caller: Caller, request: w.SnapshotPrepareReceiveReqInput) -> None:
-        # An attempt keeps these as long as it is remembered.
-        if any(len(digest) > _DIGEST_CHARS_MAX for digest in (request.token_digest, *request.page_keys)):
-            detail = f"token_digest or a page key is longer than {_DIGEST_CHARS_MAX} characters"
-            refusal = e.Refused(Reason.INVALID_REQUEST, detail)
-            caller.send(self._prepared(request.id, refusal))
-            return
         writer_id = caller.writer_id() if request.is_only_writer else 0
         handle = self._executor.new_handle()
 
@@ -187,8 +167,7 @@ class Service:
                 cause_id=cause_id,
                 slab_handle=handle,
                 session_id=request.session_id,
-                # The refusal shows it, in the log too; what is too long is none, whether cut or not.
-                layout_fingerprint=request.layout_fingerprint[: _DIGEST_CHARS_MAX + 1],
+                layout_fingerprint=request.layout_fingerprint,
                 num_tokens=request.num_tokens,
                 token_start=request.token_start,
                 token_digest=request.token_digest,
@@ -238,101 +217,6 @@ class Service:
             stride_v_bytes=layout.v_stride_bytes,
             extents=shard.extents,
         )
-
-    def _transfer_started(self, caller: Caller, request: w.TransferStartedReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.TransferStarted(
-                at_ns=at_ns, cause_id=cause_id, slab_handle=request.slab_handle, conn_id=caller.conn_id
-            )
-
-        self._ask(caller, request, event)
-
-    def _commit(self, caller: Caller, request: w.CommitReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.RankCommitted(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=request.slab_handle,
-                rank=request.rank,
-                num_bytes=request.num_bytes,
-                num_tokens=request.num_tokens,
-                checksums=request.checksums,
-                conn_id=caller.conn_id,
-            )
-
-        self._ask(caller, request, event)
-
-    def _transfer_failed(self, caller: Caller, request: w.TransferFailedReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.TransferFailed(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=request.slab_handle,
-                reason=request.reason,
-                drained=request.drained,
-                rank=request.rank,
-            )
-
-        self._ask(caller, request, event)
-
-    def _abort(self, caller: Caller, request: w.AbortReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.AbortAsked(
-                at_ns=at_ns, cause_id=cause_id, slab_handle=request.slab_handle, drained=request.drained
-            )
-
-        self._ask(caller, request, event)
-
-    def _drained(self, caller: Caller, request: w.DrainedReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.WriterDrained(
-                at_ns=at_ns, cause_id=cause_id, slab_handle=request.slab_handle, rank=request.rank
-            )
-
-        self._ask(caller, request, event)
-
-    # --- P -------------------------------------------------------------------------------------
-
-    def _begin_ingest(self, caller: Caller, request: w.BeginIngestReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.LeaseAsked(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=request.slab_handle,
-                rank=request.rank,
-                layout_fingerprint=request.layout_fingerprint,
-                conn_id=caller.conn_id,
-            )
-
-        self._ask(caller, request, event)
-
-    def _vote(self, caller: Caller, request: w.VoteReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.VoteCast(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=request.slab_handle,
-                rank=request.rank,
-                lease_id=request.lease_id,
-                ok=request.ok,
-                reason=request.reason,
-                keep=request.keep,
-            )
-
-        self._ask(caller, request, event)
-
-    def _lookup(self, caller: Caller, request: w.LookupReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.LookupAsked(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                layout_fingerprint=request.layout_fingerprint,
-                session_id=request.session_id,
-                page_keys=request.page_keys,
-                resident_tokens=request.resident_tokens,
-            )
-
-        self._ask(caller, request, event)
 
     # --- anybody -------------------------------------------------------------------------------
 
@@ -419,19 +303,16 @@ class Service:
             detail = f"{self._config.watchers_max} connections watch already (watchers_max)"
             caller.send(w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail))
 
-    def _drain(self, caller: Caller, request: w.DrainReq) -> None:
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.DrainAsked(at_ns=at_ns, cause_id=cause_id, draining=request.draining)
-
-        self._ask(caller, request, event)
-
     # --- results into replies ------------------------------------------------------------------
 
-    def _ask(self, caller: Caller, request: w.Request, event: Callable[[int, int], e.Event]) -> None:
-        request_id = request.id
+    def _ask_core(self, caller: Caller, request: w.AnyRequest) -> None:
+        """Ask what the request stands for, and turn the result into its reply."""
+
+        def event(at_ns: int, cause_id: int) -> e.Event:
+            return event_of(request, caller.conn_id, at_ns, cause_id)
 
         def on_result(result: e.Result) -> None:
-            caller.send(self._reply(request_id, result))
+            caller.send(self._reply(request.id, result))
 
         self._executor.ask(event, on_result)
 
@@ -480,6 +361,71 @@ class Service:
             checksums=result.checksums,
             grant=self._rank_grant(result.layout, result.shard),
         )
+
+
+def event_of(request: w.AnyRequest, conn_id: int, at_ns: int, cause_id: int) -> e.Event:
+    """Return the event that a request stands for; the ones that are more than that have handlers."""
+    match request:
+        case w.DeclareLayoutReq(rank=rank, layout=layout):
+            return e.LayoutDeclared(at_ns=at_ns, cause_id=cause_id, rank=rank, layout=layout)
+        case w.TransferStartedReq(slab_handle=handle):
+            return e.TransferStarted(at_ns=at_ns, cause_id=cause_id, slab_handle=handle, conn_id=conn_id)
+        case w.CommitReq(slab_handle=handle):
+            return e.RankCommitted(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=handle,
+                rank=request.rank,
+                num_bytes=request.num_bytes,
+                num_tokens=request.num_tokens,
+                checksums=request.checksums,
+                conn_id=conn_id,
+            )
+        case w.TransferFailedReq(slab_handle=handle):
+            return e.TransferFailed(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=handle,
+                reason=request.reason,
+                drained=request.drained,
+                rank=request.rank,
+            )
+        case w.AbortReq(slab_handle=handle, drained=drained):
+            return e.AbortAsked(at_ns=at_ns, cause_id=cause_id, slab_handle=handle, drained=drained)
+        case w.DrainedReq(slab_handle=handle, rank=rank):
+            return e.WriterDrained(at_ns=at_ns, cause_id=cause_id, slab_handle=handle, rank=rank)
+        case w.BeginIngestReq(slab_handle=handle):
+            return e.LeaseAsked(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=handle,
+                rank=request.rank,
+                layout_fingerprint=request.layout_fingerprint,
+                conn_id=conn_id,
+            )
+        case w.VoteReq(slab_handle=handle):
+            return e.VoteCast(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=handle,
+                rank=request.rank,
+                lease_id=request.lease_id,
+                ok=request.ok,
+                reason=request.reason,
+                keep=request.keep,
+            )
+        case w.LookupReq():
+            return e.LookupAsked(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                layout_fingerprint=request.layout_fingerprint,
+                session_id=request.session_id,
+                page_keys=request.page_keys,
+                resident_tokens=request.resident_tokens,
+            )
+        case w.DrainReq(draining=draining):
+            return e.DrainAsked(at_ns=at_ns, cause_id=cause_id, draining=draining)
+    raise InvariantBroken(f"no event for {type(request).__name__}")
 
 
 def _unexpected(request_id: int, result: e.Result) -> w.ErrorRep:

@@ -565,23 +565,37 @@ class FrameSplitter:
     def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
         """Return the payloads that *data* completes.
 
+        Whole frames before a bad one are returned, and ``check`` or the next call raises: what is served
+        does not depend on how the stream was cut.
+
         Raises:
-            ProtocolError: a frame announces nothing, or more than the limit.
+            ProtocolError: the first frame announces nothing, or more than the limit.
         """
         self._buffer += data
+        self.check()
         payloads: list[bytes] = []
         start = 0
         while len(self._buffer) - start >= LENGTH_BYTES:
             length = int.from_bytes(self._buffer[start : start + LENGTH_BYTES], "little")
-            if not 0 < length <= self._frame_bytes_max:
-                raise ProtocolError(f"a frame of {length} bytes; 1 to {self._frame_bytes_max} can be had")
             end = start + LENGTH_BYTES + length
-            if len(self._buffer) < end:
+            if not 0 < length <= self._frame_bytes_max or len(self._buffer) < end:
                 break
             payloads.append(bytes(self._buffer[start + LENGTH_BYTES : end]))
             start = end
         del self._buffer[:start]
         return payloads
+
+    def check(self) -> None:
+        """Check what the frame that has begun announces.
+
+        Raises:
+            ProtocolError: nothing, or more than the limit.
+        """
+        if len(self._buffer) < LENGTH_BYTES:
+            return
+        length = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
+        if not 0 < length <= self._frame_bytes_max:
+            raise ProtocolError(f"a frame of {length} bytes; 1 to {self._frame_bytes_max} can be had")
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -102,6 +102,24 @@ def test_a_frame_that_announces_nothing_or_gigabytes_is_refused(length: int) -> 
         split(length.to_bytes(4, "little"))
 
 
+def test_what_is_whole_before_a_bad_length_is_not_lost() -> None:
+    """What is served does not depend on how the stream was cut."""
+    splitter = w.FrameSplitter(FRAME_BYTES_MAX)
+    assert splitter.feed(frame(b"one") + frame(b"two") + bytes(4)) == [b"one", b"two"]
+    with pytest.raises(ProtocolError, match="a frame of 0 bytes"):
+        splitter.check()
+    with pytest.raises(ProtocolError, match="a frame of 0 bytes"):
+        splitter.feed(frame(b"three"))
+
+
+def test_a_frame_that_has_only_begun_is_checked_as_far_as_it_goes() -> None:
+    splitter = w.FrameSplitter(FRAME_BYTES_MAX)
+    assert splitter.feed(b"\xff\xff\xff") == []
+    splitter.check()
+    with pytest.raises(ProtocolError):
+        splitter.feed(b"\xff")
+
+
 def test_a_splitter_holds_no_more_than_the_frame_that_is_not_whole() -> None:
     splitter = w.FrameSplitter(FRAME_BYTES_MAX)
     for _ in range(100):

@@ -11,6 +11,7 @@ from snapd.core.books import Books
 from snapd.core.events import State
 from snapd.core.lives import Lives
 from snapd.core.session import (
+    DIGEST_CHARS_MAX,
     PREPARER,
     RETRY_AFTER_MS_MAX,
     RETRY_AFTER_MS_MIN,
@@ -173,6 +174,9 @@ class Admission:
             detail = f"the snapshot ends at token {end_tokens}; num_tokens_max is {settings.num_tokens_max}"
         elif len(event.page_keys) > settings.page_keys_max:
             detail = f"{len(event.page_keys)} page keys; page_keys_max is {settings.page_keys_max}"
+        elif max(map(len, (event.token_digest, *event.page_keys))) > DIGEST_CHARS_MAX:
+            # An attempt keeps these for as long as it is remembered.
+            detail = f"token_digest or a page key is longer than {DIGEST_CHARS_MAX} characters"
         elif len(set(ranks)) != len(ranks) or not set(ranks) <= set(self._books.buffer.arenas):
             detail = f"ranks {list(ranks)} are not distinct ranks out of {list(self._books.buffer.ranks)}"
         elif (
@@ -193,9 +197,10 @@ class Admission:
         }
         missing = next(rank for rank, names in known.items() if event.layout_fingerprint not in names)
         said = f"it declared {', '.join(known[missing][:4])}" if known[missing] else "it declared none yet"
+        name = event.layout_fingerprint[:DIGEST_CHARS_MAX]
         return e.Refused(
             Reason.LAYOUT_MISMATCH,
-            f"rank {missing} has not declared the layout {event.layout_fingerprint!r}; {said}",
+            f"rank {missing} has not declared the layout {name!r}; {said}",
             0 if known[missing] else RETRY_AFTER_MS_MAX,
         )
 

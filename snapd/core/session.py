@@ -14,6 +14,8 @@ from snapd.units import MB, NS_PER_S
 RETRY_AFTER_MS_MIN: Final = 20
 RETRY_AFTER_MS_MAX: Final = 5_000
 assert RETRY_AFTER_MS_MIN < RETRY_AFTER_MS_MAX
+# Fingerprints, digests and page keys: 32 hex digits as this package makes them, with room for others'.
+DIGEST_CHARS_MAX: Final = 64
 # Beside the ranks in ``Session.told_conn_ids``.
 PREPARER: Final = -1
 STARTER: Final = -2

@@ -109,6 +109,14 @@ def test_a_frame_announcing_nothing_is_refused(client: RawClient) -> None:
     assert_refused_and_closed(client, "a frame of 0 bytes")
 
 
+def test_requests_before_garbage_are_answered_however_the_stream_was_cut(client: RawClient) -> None:
+    pings = b"".join(w.encode_frame(w.PingReq(id=number)) for number in range(1, 101))
+    client.send(pings + bytes(4))
+    *answers, last = client.until_closed()
+    assert [answer.id for answer in answers if isinstance(answer, w.PingRep)] == list(range(1, 101))
+    assert isinstance(last, w.ErrorRep) and "a frame of 0 bytes" in last.detail
+
+
 @pytest.mark.parametrize(
     "payload",
     [
