@@ -202,8 +202,8 @@ class Link:
     def wait(self, errand: Errand[_T], until_s: float) -> None:
         """Return when the errand is done, or its deadline or *until_s* has come."""
         self.wait_for(lambda: errand.is_done, min(until_s, errand.deadline_s))
-        with self._changed:
-            self._expire_if_due(errand)
+        # A reply that came in time counts, also when nobody looked until now: it may say "commit".
+        self.look(errand)
 
     def look(self, errand: Errand[_T]) -> None:
         """Take in what has come, without waiting."""

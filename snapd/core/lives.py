@@ -146,6 +146,7 @@ class Lives:
         if session.abort_wanted is not None:
             self._out.refuse(session.abort_wanted, "the attempt ends as soon as its readers are done")
             return
+        self._revoke_overdue(session)
         lease = shard.lease
         if lease is not None and lease.has_voted:
             self._out.refuse(Reason.WRONG_STATE, f"rank {event.rank} has voted and waits for the decision")
@@ -216,6 +217,7 @@ class Lives:
         if not event.ok and event.reason not in VOTE_NO_REASONS:
             self._out.refuse(Reason.INVALID_REQUEST, f"{event.reason} is no reason for a vote of no")
             return
+        self._revoke_overdue(session)
         lease = shard.lease
         if lease is None or lease.lease_id != event.lease_id:
             answer = session.answers.get(repeat_key(event) or ())
@@ -273,10 +275,22 @@ class Lives:
         if self._out.now_ns < lease.deadline_ns:
             self._arm_lease(session.handle, shard.rank, lease.deadline_ns)
             return
-        self._end_lease(session, shard, Reason.LEASE_EXPIRED, self._state_to_come(session))
-        if lease.round == session.round:
-            self._abort_round(session, Reason.ROUND_ABORTED)
-        self._settle(session)
+        self._revoke_overdue(session)
+
+    def _revoke_overdue(self, session: Session) -> None:
+        """End every lease whose time is over, whether or not its timer has come yet.
+
+        A daemon that stood still may see a vote before the timer. A rank whose vote waited for too long
+        has given up by then, so nobody may hear "commit" any more.
+        """
+        for shard in session.shards.values():
+            lease = shard.lease
+            if lease is None or self._out.now_ns < lease.deadline_ns:
+                continue
+            self._end_lease(session, shard, Reason.LEASE_EXPIRED, self._state_to_come(session))
+            if lease.round == session.round:
+                self._abort_round(session, Reason.ROUND_ABORTED)
+            self._settle(session)
 
     def _abort_round(self, session: Session, reason: Reason) -> None:
         """Whoever has voted is told; whoever reads still may go on until its lease ends, for nothing."""

@@ -202,6 +202,7 @@ class Pusher:
             grant = self.prepare(session_id, token_ids, token_start=token_start, use_resident_hint=False)
         except (RequestError, ConnectionProblem) as error:
             return refused(error)
+        self.begin(grant.slab_handle)
         try:
             self.client.transfer_started(grant.slab_handle, epoch=grant.epoch)
             for rank_grant in grant.ranks:
@@ -216,6 +217,8 @@ class Pusher:
                 self.commit(grant, rank_grant.rank, sums)
         except SnapdError as error:
             return self.give_up(grant, error)
+        finally:
+            self.end(grant.slab_handle)
         return PushResult(
             ok=True,
             reason=Reason.OK,
@@ -255,6 +258,10 @@ class Pusher:
 
     def give_up(self, grant: Grant, error: SnapdError) -> PushResult:
         """End an attempt that went wrong here, with drain proof: no copy is under way between calls."""
+        # What is refused because the attempt has ended is refused as stale; why it ended was told before.
+        ended = self.take_end(grant.slab_handle)
+        if ended is not None:
+            error = _ended_early(ended)
         reason = error.reason if isinstance(error, RequestError) else Reason.TRANSFER_FAILED
         # An attempt that has ended already takes this as drain proof. If it cannot be said, the deadline
         # ends the attempt and the quarantine covers it.
@@ -377,10 +384,6 @@ class PushJob:
         return self.result
 
     def _give_up(self, grant: Grant, error: SnapdError) -> None:
-        # What is refused because the attempt has ended is refused as stale; why it ended was told before.
-        ended = self._pusher.take_end(grant.slab_handle)
-        if ended is not None:
-            error = _ended_early(ended)
         self._finish(grant, self._pusher.give_up(grant, error))
 
     def _finish(self, grant: Grant, result: PushResult) -> None:

@@ -457,6 +457,52 @@ def test_a_timer_of_a_lease_that_is_gone_does_nothing(make: Make) -> None:
     unchanged(drive, lambda: drive.tell(e.LeaseTimedOut, **late))
 
 
+def test_a_vote_after_the_deadline_is_refused_although_no_timer_has_come(make: Make) -> None:
+    """The daemon may have stood still; what waits in its socket may be taken before what is due."""
+    drive = make(1)
+    handle = drive.ready()
+    leased = drive.lease(handle)
+    drive.jump(10_000)
+    assert refused(drive.vote(handle, 0, leased.lease_id), Reason.LEASE_EXPIRED)
+    assert state_of(drive, handle) == (State.READY, Reason.OK)
+    assert drive.vote(handle, 0, drive.lease(handle).lease_id).commit
+
+
+def test_a_vote_in_time_commits_nothing_once_the_lease_of_another_vote_is_over(make: Make) -> None:
+    """The rank that waited for too long has given up: the last vote must not make the others insert."""
+    drive = make(2)
+    handle = drive.ready()
+    drive.vote(handle, 0, drive.lease(handle, 0).lease_id)
+    waits = drive.cause_id
+    drive.jump(5_000)
+    second = drive.lease(handle, 1)
+    drive.jump(6_000)
+    decided = drive.vote(handle, 1, second.lease_id)
+    assert (decided.commit, decided.reason) == (False, Reason.ROUND_ABORTED)
+    assert (drive.answer(waits).commit, drive.answer(waits).reason) == (False, Reason.LEASE_EXPIRED)
+    assert state_of(drive, handle) == (State.READY, Reason.OK)
+
+
+def test_a_late_vote_ends_what_was_to_end_with_the_lease(make: Make) -> None:
+    drive = make(1)
+    handle = drive.ready()
+    leased = drive.lease(handle)
+    assert drive.abort(handle).pending
+    drive.jump(10_000)
+    assert refused(drive.vote(handle, 0, leased.lease_id), Reason.LEASE_EXPIRED)
+    assert state_of(drive, handle) == (State.ABORTED, Reason.CLIENT_ABORT)
+
+
+def test_whoever_asks_after_the_deadline_gets_a_lease_with_all_of_its_time(make: Make) -> None:
+    drive = make(1)
+    handle = drive.ready()
+    first = drive.lease(handle)
+    drive.jump(10_000)
+    again = drive.lease(handle)
+    assert again.lease_id != first.lease_id
+    assert again.deadline_ns == drive.now_ns + 10_000 * 10**6
+
+
 def test_a_dead_reader_blocks_nobody_for_longer_than_its_lease(make: Make) -> None:
     drive = make(1)
     dead = drive.ready("dead")

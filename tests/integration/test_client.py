@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from client_cases import (
@@ -27,6 +28,7 @@ from client_cases import (
     num_fds,
     serve_one_ping,
     transition,
+    wait_until,
 )
 
 from snapd import calls, links
@@ -544,6 +546,17 @@ def test_a_wait_that_is_shorter_than_the_call_leaves_it_under_way(daemon):
         assert client.in_flight == 1
         peer.send(VoteRep(id=peer.read().id, commit=False, reason=Reason.ROUND_ABORTED, state=State.READY))
         assert vote.wait(PATIENCE_S).commit is False
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.0], ids=["wait", "wait-0"])
+def test_a_reply_that_is_there_counts_although_nobody_looked_for_it_in_time(daemon, timeout_s):
+    """A process may be stopped between its vote and its wait, and must not miss that all ranks insert."""
+    with Client(daemon.path) as client:
+        peer, _ = connected(client, daemon)
+        pending = client.submit(calls.vote(7, 0, 1, True, timeout_s=SHORT_S))
+        peer.send(VoteRep(id=peer.read().id, commit=True, reason=Reason.OK, state=State.INGESTED))
+        wait_until(lambda: monotonic() > pending._errand.deadline_s)
+        assert pending.wait(timeout_s).commit
 
 
 def test_poll_says_when_the_calls_time_is_over(daemon):

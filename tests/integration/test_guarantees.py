@@ -41,7 +41,7 @@ TIMEOUT_MS = 1_000
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Any, LogFollower]]:
-    with running(size="4MiB") as daemon:
+    with running(size="4MiB", quarantine_ms=50) as daemon:
         yield daemon, LogFollower(daemon.log_path)
 
 
@@ -97,15 +97,15 @@ def test_any_byte_that_changes_after_the_commit_is_noticed(
                 (answer,) = pair.ingest("s", TOKENS, job.result.slab_handle)
                 assert (answer.ok, answer.reason) == (False, Reason.CHECKSUM_MISMATCH)
                 pair.check()
-                pair.d.drained(job.result.slab_handle)
         assert pair.tree.inserts == []
         assert pair.ingest("s", TOKENS, pushed(pair).result.slab_handle)[0].ok
 
 
 def test_a_corrupt_snapshot_ends_in_quarantine_with_its_reason_in_the_log(
-    daemon: Any, arena: MappedArena
+    start_daemon: Callable[..., Any],
 ) -> None:
-    with paired(daemon) as pair:
+    daemon = start_daemon(quarantine_ms=3_600_000)
+    with paired(daemon) as pair, arena_of(daemon) as arena:
         job = pushed(pair)
         handle = job.result.slab_handle
         flip(arena, plane_offsets(job)[0][0])

@@ -37,7 +37,7 @@ LEASE_MS = 1_000
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Any, LogFollower]]:
-    with running(ranks=2, size="4MiB") as daemon:
+    with running(ranks=2, size="4MiB", quarantine_ms=50) as daemon:
         yield daemon, LogFollower(daemon.log_path)
 
 

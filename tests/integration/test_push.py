@@ -39,13 +39,15 @@ from snapd.transport.shm import ShmWriter
 from snapd.units import MIB
 from snapd.wire import BeginIngestReq, GetReq, HandleRequest
 
+# Long enough that what ends sooner was ended by a proof.
+QUARANTINE_MS = 2_000
 # Long beside the first steps of a push on a busy machine.
 TIMEOUT_MS = 1_000
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Any, LogFollower]]:
-    with running(ranks=2, size="4MiB") as daemon:
+    with running(ranks=2, size="4MiB", quarantine_ms=QUARANTINE_MS) as daemon:
         yield daemon, LogFollower(daemon.log_path)
 
 
@@ -425,6 +427,23 @@ def test_before_the_first_write_the_transfer_has_started(
         monkeypatch.setattr(ShmWriter, "submit", look_and_submit)
         assert pair.pusher.push_planes("s", TOKENS, gathered(pair)).ok
         assert states == [State.TRANSFERRING]
+
+
+def test_planes_of_an_attempt_that_was_aborted_end_with_its_reason(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = ShmWriter.submit
+    with paired(daemon) as pair, Client(str(daemon.socket_path)) as operator:
+
+        def abort_and_submit(writer: ShmWriter, writes: Sequence[Write]) -> int:
+            (session,) = operator.list_sessions().sessions
+            operator.abort(session.slab_handle)
+            return submit(writer, writes)
+
+        monkeypatch.setattr(ShmWriter, "submit", abort_and_submit)
+        result = pair.pusher.push_planes("s", TOKENS, gathered(pair))
+        assert (result.ok, result.reason) == (False, Reason.CLIENT_ABORT)
+        assert pair.is_all_free(), "with drain proof"
 
 
 def test_planes_that_are_refused_say_why(daemon: Any) -> None:

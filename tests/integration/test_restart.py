@@ -143,3 +143,20 @@ def test_without_a_daemon_a_push_says_so(start_daemon: Callable[..., Any]) -> No
         assert "no daemon" in result.detail
         with pytest.raises(DaemonUnreachable):
             pair.ingesters[0].lookup("s")
+
+
+def test_a_no_that_the_daemon_does_not_hear_is_a_no(
+    start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start_daemon()
+    with paired(daemon) as pair:
+        handle = pair.ready("s", TOKENS)
+
+        def kill_and_refuse(_: int) -> None:
+            daemon.kill()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.tree, "allocate", kill_and_refuse)
+            (answer,) = pair.ingest("s", TOKENS, handle)
+        assert (answer.ok, answer.reason) == (False, Reason.ALLOC_FAILED_ON_FINALIZE)
+        pair.check()
