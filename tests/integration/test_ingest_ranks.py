@@ -187,7 +187,8 @@ def test_a_rank_that_was_killed_is_no_at_the_leases_deadline_and_a_later_round_s
         with monkeypatch.context() as patch:
             patch.setattr(pair.ps[0]._link, "timeout_s", LEASE_MS / 100 / MS_PER_S)
             (answer,) = finish_all([voted])
-        assert (answer.ok, answer.reason) == (False, Reason.ROUND_ABORTED)
+        # On a slow machine the voter's own lease may be over too.
+        assert not answer.ok and answer.reason in (Reason.ROUND_ABORTED, Reason.LEASE_EXPIRED)
         assert pair.trees[0].inserts == []
         pair.check()
         assert pair.view(handle).state is State.READY
