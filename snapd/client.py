@@ -14,6 +14,7 @@ Source: design, section 5.
 
 import inspect
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from math import inf
 from time import monotonic
 from types import TracebackType
@@ -121,8 +122,10 @@ class _Facts:
 
     def _take_ended(self) -> list[SessionEnded]:
         taken: list[SessionEnded] = []
-        while self._exchange.ended:
-            taken.append(self._exchange.ended.popleft())
+        # Asking first whether there is one would race with another thread that takes it.
+        with suppress(IndexError):
+            while True:
+                taken.append(self._exchange.ended.popleft())
         return taken
 
 
@@ -170,6 +173,8 @@ class Pending(Generic[_T]):
 
 class Client(_Facts):
     """The client with plain blocking calls. No thread and no event loop of its own; thread safe.
+
+    It belongs to the process that made it: in a forked child its calls raise ``RuntimeError``.
 
     Args:
         socket_path: the daemon's.

@@ -29,7 +29,7 @@ from snapd.core import records as r
 from snapd.core.machine import Machine
 from snapd.core.session import Settings
 from snapd.core.slab import SlabAllocator
-from snapd.errors import StartupError
+from snapd.errors import Reason, StartupError
 from snapd.eventlog import EventLog, LogSettings
 from snapd.executor import Executor
 from snapd.logrecovery import closing_records, read_open_attempts
@@ -88,7 +88,8 @@ class _Stop:
         _log.critical("internal error", message=context.get("message"))
         if isinstance(error, BaseException):
             traceback.print_exception(error, file=sys.stderr)
-        self.reason = "internal-error"
+        # With this reason open attempts stay open in the log, and the next start closes them.
+        self.reason = Reason.INTERNAL_ERROR
         self.status = EXIT_INTERNAL_ERROR
         self.asked.set()
 
@@ -164,7 +165,7 @@ async def _drain(config: Config, executor: Executor) -> None:
     loop = asyncio.get_running_loop()
     executor.post(lambda at_ns: e.DrainAsked(at_ns=at_ns))
     deadline_s = loop.time() + config.drain_timeout_ms / MS_PER_S
-    while any(session.is_leased for session in executor.machine.books.open.values()):
+    while executor.machine.num_leased:
         if loop.time() >= deadline_s:
             break
         await asyncio.sleep(_DRAIN_POLL_S)
@@ -242,6 +243,11 @@ def _instance_lock(socket_path: Path) -> Iterator[None]:
     lock_path = directory / f"{socket_path.name}.lock"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Its owner could put another socket in our place.
+        if directory.stat().st_uid not in (0, os.geteuid()):
+            raise StartupError(
+                f"socket_path {socket_path}: {directory} belongs to another user; choose another directory"
+            )
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StartupError(

@@ -178,6 +178,7 @@ class Link:
         self._changed = threading.Condition(threading.Lock())
         self._has_leader = False
         self._wake = io.FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
+        self._pid = os.getpid()
 
     def submit(self, call: Call[_T]) -> Errand[_T]:
         """Send a call without waiting for its reply.
@@ -186,7 +187,9 @@ class Link:
             InvalidRequest: it cannot be encoded.
             LimitReached: too many calls are under way.
             ConnectionLost: the link is closed.
+            RuntimeError: this is a forked child.
         """
+        self._check_process()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
         with self._changed:
             if self.is_closed:
@@ -207,6 +210,7 @@ class Link:
 
     def look(self, errand: Errand[_T]) -> None:
         """Take in what has come, without waiting."""
+        self._check_process()
         with self._changed:
             if not errand.is_done:
                 self._pump()
@@ -215,6 +219,7 @@ class Link:
 
     def pump(self) -> None:
         """Take in what has come, without waiting."""
+        self._check_process()
         with self._changed:
             self._pump()
         self._tell()
@@ -236,6 +241,7 @@ class Link:
 
     def wait_for(self, is_over: Callable[[], bool], until_s: float) -> None:
         """Return when *is_over*, which is asked after everything that happens, or *until_s* has come."""
+        self._check_process()
         with self._changed:
             while not is_over():
                 remaining_s = min(until_s - monotonic(), WAIT_S_MAX)
@@ -255,6 +261,14 @@ class Link:
             self._wake_others()
             if not self._has_leader:
                 self._wake.close()
+
+    def _check_process(self) -> None:
+        """Keep a forked child from the parent's socket, lock and wake-ups.
+
+        The daemon would take what the child writes for the parent's, and the parent's exit for its end.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"this client belongs to process {self._pid}: make one after the fork")
 
     def _pump(self) -> None:
         self._channel.read()

@@ -248,7 +248,7 @@ class _Reading:
         self._stopped = False
 
     def _apply(self, record: Record, ts: float) -> None:
-        if isinstance(record, DaemonStopped):
+        if _is_orderly_stop(record):
             self._open.clear()
             self._stopped = True
         elif isinstance(record, SessionTransition):
@@ -284,12 +284,17 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _stopped_in_order(path: str) -> bool:
-    """Whether the last line of the newest file is a daemon.stopped."""
+    """Whether the last line of the newest file is that of an orderly stop."""
     with Path(path).open("rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
         tail = file.read()
     line = decode_line(tail[tail.rfind(b"\n", 0, len(tail) - 1) + 1 :])
-    return isinstance(line, Line) and isinstance(line.record, DaemonStopped)
+    return isinstance(line, Line) and _is_orderly_stop(line.record)
+
+
+def _is_orderly_stop(record: Record) -> bool:
+    """Whether *record* says that the daemon has ended every attempt before it stopped."""
+    return isinstance(record, DaemonStopped) and record.reason != Reason.INTERNAL_ERROR
 
 
 def _where_to_begin(paths: list[str]) -> tuple[int, int]:
@@ -327,7 +332,7 @@ def _find_backward(file: BinaryIO, needle: bytes) -> Iterator[int]:
 
 def _ends_the_story(record: Record, file: BinaryIO) -> bool:
     """Whether *record*, after which *file* stands, shows that nothing before it is open."""
-    if isinstance(record, DaemonStopped):
+    if _is_orderly_stop(record):
         return True
     if not isinstance(record, DaemonStarted) or not record.former_epoch:
         return False

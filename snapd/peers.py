@@ -5,7 +5,9 @@ a process and not a number, so that a pid which is used again cannot be taken fo
 """
 
 import asyncio
+import errno
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -42,12 +44,21 @@ def open_pidfd(sock: socket.socket, peer: Peer) -> int | None:
         return None
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass  # An older kernel: the pid is still the peer's as long as the peer lives.
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            return None  # The peer is gone, and its pid may be another's by now.
+    # An older kernel: the pid is still the peer's as long as the peer lives.
     try:
         return os.pidfd_open(peer.pid)
     except OSError:
         return None
+
+
+def has_exited(pidfd: int) -> bool:
+    """Return whether the process is gone."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 @dataclass(slots=True)
@@ -85,16 +96,23 @@ class ProcessWatch:
         return len(self._by_pid)
 
     def writer_id(self, sock: socket.socket, peer: Peer) -> int:
-        """Return the id of the peer's process, which is watched from here on; 0: it cannot be watched."""
+        """Return the id of the peer's process, which is watched from here on; 0: it cannot be watched.
+
+        Nor can one that is gone. Whoever asks over its connection is another process, a child perhaps or
+        one that got the same pid, and can write still.
+        """
         known = self._by_pid.get(peer.pid)
         if known is not None:
-            return known.writer_id
+            return 0 if has_exited(known.pidfd) else known.writer_id
         if len(self._by_pid) >= self._writers_max:
             self._forget_idle()
             if len(self._by_pid) >= self._writers_max:
                 return 0
         pidfd = open_pidfd(sock, peer)
         if pidfd is None:
+            return 0
+        if has_exited(pidfd):
+            os.close(pidfd)
             return 0
         self._last_id += 1
         writer = _Writer(self._last_id, pidfd, peer.pid)

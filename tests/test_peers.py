@@ -1,6 +1,7 @@
 """Who is at the other end, and whether that process still lives: with real processes and pidfds."""
 
 import asyncio
+import errno
 import os
 import select
 import socket
@@ -112,6 +113,38 @@ def test_a_process_that_is_gone_has_no_pidfd_by_its_number(
     child = new_child()
     child.end()
     assert open_pidfd(child.sock, child.peer) is None
+
+
+def test_a_pid_is_not_trusted_when_the_kernel_could_tell_the_peer_and_does_not() -> None:
+    """Linux 6.5 to 6.15 answers so for a peer that is gone; its pid may be another's by now."""
+
+    class Gone:
+        def getsockopt(self, level: int, option: int) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    assert open_pidfd(Gone(), Peer(os.getpid(), 0)) is None  # type: ignore[arg-type]
+
+
+def test_a_process_that_is_gone_is_not_taken_for_whoever_asks_over_its_connection(
+    new_child: Callable[[], Child],
+) -> None:
+    """Be it known already or not: the exit of one process proves nothing about another."""
+
+    async def scene(loop: asyncio.AbstractEventLoop) -> None:
+        gone: list[int] = []
+        watch = ProcessWatch(loop, gone.append, lambda writer_id: True, 10)
+        known, unknown = new_child(), new_child()
+        assert watch.writer_id(known.sock, known.peer) == 1
+        known.end()
+        unknown.end()
+        before = num_fds()
+        # The loop has not heard of the exit yet.
+        assert [watch.writer_id(child.sock, child.peer) for child in (known, unknown)] == [0, 0]
+        assert num_fds() == before
+        await until(lambda: gone)
+        assert gone == [1] and len(watch) == 0
+
+    run(scene)
 
 
 def test_a_peer_of_another_pid_namespace_cannot_be_watched(

@@ -50,7 +50,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "abort": LazyCommand("snapd.cli.abort:abort", "End an attempt, or all open ones of a session."),
     "drain": LazyCommand("snapd.cli.drain:drain", "Take no new attempts, or take them again."),
     "config": LazyCommand("snapd.cli.config:config", "Print the configuration and where it comes from."),
-    "demo": LazyCommand("snapd.cli.demo:demo", "Run a daemon and two workers on this machine."),
+    "demo": LazyCommand("snapd.cli.demo:demo", "Play a trace: a daemon, D workers and P ranks, real bytes."),
 }
 
 

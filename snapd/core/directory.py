@@ -74,6 +74,11 @@ class Directory:
 
     # --- attempts
 
+    @property
+    def num_writing(self) -> int:
+        """Number of RESERVED and TRANSFERRING attempts."""
+        return len(self._writing)
+
     def writing(self, key: Key) -> int | None:
         """Return the session's RESERVED or TRANSFERRING attempt."""
         return self._writing.get(key)

@@ -9,6 +9,7 @@ Source: design, section 3.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 from snapd.core import events as e
@@ -138,6 +139,11 @@ class Machine:
         yield from self.books.open.values()
         yield from self.books.ended.values()
 
+    @property
+    def num_leased(self) -> int:
+        """Attempts that a rank reads: they are READY, and cannot be evicted."""
+        return len(self.books.open) - self.books.directory.num_writing - len(self.books.lru)
+
     def view(self, handle: int) -> SessionView | None:
         """Return an attempt for an operator, or None."""
         session = self.books.find(handle)
@@ -146,16 +152,15 @@ class Machine:
     def statistics(self) -> Statistics:
         """Return an immutable snapshot of the counters."""
         books = self.books
-        by_state = Counter(session.state.value for session in books.open.values())
+        # Functions in C: there may be very many, and everybody else waits meanwhile.
+        by_state = Counter(map(attrgetter("state"), books.open.values()))
         return Statistics(
-            sessions_by_state={
-                state.value: by_state[state.value] for state in State if state not in FINAL_STATES
-            },
+            sessions_by_state={state.value: by_state[state] for state in State if state not in FINAL_STATES},
             outcomes_by_reason={reason.value: count for reason, count in sorted(books.outcomes.items())},
             attempts=books.attempts,
             attempts_ok=books.outcomes[Reason.OK],
             open_sessions=len(books.open),
-            quarantined_shards=sum(len(by_rank) for by_rank in books.buffer.quarantine.values()),
+            quarantined_shards=sum(map(len, books.buffer.quarantine.values())),
             ended_history=len(books.ended),
             session_history=books.directory.num_hints,
             layouts=len(books.directory.layouts),

@@ -45,7 +45,12 @@ class DaemonStarted(_Record, frozen=True, kw_only=True, tag="daemon.started"):
 
 
 class DaemonStopped(_Record, frozen=True, kw_only=True, tag="daemon.stopped"):
-    """The last line of an epoch that ended in order."""
+    """The last line of an epoch that ended in order, or because of a bug.
+
+    Attributes:
+        reason: the signal; ``internal-error``: a bug, and what was open is closed by the next start.
+        attempts, attempts_ok: of the epoch.
+    """
 
     reason: str
     attempts: int

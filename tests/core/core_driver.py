@@ -95,6 +95,8 @@ class Driver:
                     self.records.append(instruction.record)
                     self.log.feed(instruction.record)
         self.machine.validate()
+        open_sessions = self.machine.books.open.values()
+        assert self.machine.num_leased == sum(session.is_leased for session in open_sessions)
         self.log.compare(self.machine)
         self._check_timers()
         return self.last

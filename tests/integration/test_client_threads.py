@@ -1,7 +1,9 @@
 """Threads that share a client, and watches."""
 
 import asyncio
+import collections
 import itertools
+import os
 import threading
 
 import pytest
@@ -134,6 +136,40 @@ def test_a_reply_that_another_thread_reads_wakes_the_one_that_waits_for_it(daemo
             assert join().epoch == "e"
             # Once awake, the next to sleep is not woken by the same call again.
             assert client._link._wake.read(8) is None
+
+
+def test_a_forked_child_does_not_use_the_parents_connection(daemon):
+    """The daemon would take the parent's exit for the end of what the child writes."""
+    with Client(daemon.path, timeout_s=PATIENCE_S) as client:
+        peer, _ = connected(client, daemon)
+        pending = client.submit(VOTE)
+        vote = peer.read()
+        peer.send(VoteRep(id=vote.id, commit=True, reason=Reason.OK, state=State.INGESTED))
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            for use in (client.ping, client.take_ended, pending.poll, pending.wait):
+                try:
+                    use()
+                except RuntimeError:
+                    refused += 1
+            client.close()
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        assert not peer.has_more()
+        assert pending.poll().commit, "the child has taken nothing, and ended nothing"
+
+
+def test_two_threads_may_take_the_same_ends(daemon):
+    class TakenMeanwhile(collections.deque):
+        def __len__(self):
+            return 1  # What a thread sees just before another one takes the last.
+
+    with Client(daemon.path, timeout_s=PATIENCE_S) as client:
+        connected(client, daemon)
+        client._exchange.ended = TakenMeanwhile([ended(7)])
+        assert [push.slab_handle for push in client.take_ended()] == [7]
+        assert client.take_ended() == []
 
 
 def test_what_does_not_fit_the_socket_is_written_by_the_thread_that_sleeps(daemon):

@@ -34,6 +34,7 @@ from snapd.config import load_config
 from snapd.core import records as r
 from snapd.daemon import run
 from snapd.errors import Reason, StartupError
+from snapd.logrecovery import read_open_attempts
 
 StartDaemon = Callable[..., Any]
 END_S = 15.0
@@ -177,6 +178,18 @@ def test_a_lock_file_that_is_a_link_or_another_user_s_is_refused(directory: Path
     lock.touch()
     os.chown(lock, 65_534, 65_534)
     assert f"{lock} belongs to another user; choose another socket_path" in start_error(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused_as_that_user_could_put_another_socket_there(
+    directory: Path,
+) -> None:
+    theirs = directory / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, 65_534, 65_534)
+    error = start_error(directory, socket_path=theirs / "s")
+    assert f"{theirs} belongs to another user; choose another directory" in error
+    assert list(theirs.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made_is_a_clear_error(directory: Path) -> None:
@@ -469,6 +482,8 @@ def test_an_exception_that_nobody_caught_ends_the_daemon_with_70(directory: Path
     assert "RuntimeError: a fault was injected" in stderr
     assert stopped_reason(log_path) == "internal-error"
     assert not path.exists()
+    former = read_open_attempts(str(log_path), 1)
+    assert former is not None and len(former.attempts) == (fault == "in a timer"), "the next start closes it"
 
 
 # --- processes that write

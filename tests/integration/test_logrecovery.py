@@ -29,8 +29,8 @@ def started(former_epoch: str = "", closed_attempts: int = 0) -> rec.DaemonStart
     )  # fmt: skip
 
 
-def stopped() -> rec.DaemonStopped:
-    return rec.DaemonStopped(at_ns=1, reason="signal", attempts=0, attempts_ok=0)
+def stopped(reason: str = "signal") -> rec.DaemonStopped:
+    return rec.DaemonStopped(at_ns=1, reason=reason, attempts=0, attempts_ok=0)
 
 
 def step(slab_handle: int, state: str, duration_ms: float = 0.0, /, **changes: Any) -> rec.SessionTransition:
@@ -158,6 +158,18 @@ def test_a_stop_in_the_middle_ends_what_was_before_it_only(tmp_path: Path) -> No
     write(tmp_path / "log", "e1", started(), step(1, "RESERVED"), stopped())
     write(tmp_path / "log", "e2", started(), step(2, "RESERVED"))
     assert keys(read_open_attempts(str(tmp_path / "log"), KEEP)) == [("e2", 2, "RESERVED")]
+
+
+@pytest.mark.parametrize("then", [(), (started(), step(2, "RESERVED"))], ids=["at-the-end", "before-more"])
+def test_a_stop_because_of_a_bug_leaves_open_what_was_open(
+    tmp_path: Path, then: tuple[rec.Record, ...]
+) -> None:
+    write(tmp_path / "log", "e1", started(), step(1, "RESERVED"), stopped("internal-error"))
+    if then:
+        write(tmp_path / "log", "e2", *then)
+    former = read_open_attempts(str(tmp_path / "log"), KEEP)
+    assert keys(former)[:1] == [("e1", 1, "RESERVED")]
+    assert len(keys(former)) == (2 if then else 1)
 
 
 def test_a_crash_with_nothing_open_still_names_the_epoch(tmp_path: Path) -> None:
