@@ -26,7 +26,7 @@ format: setup ## Put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: setup ## Run a daemon, a decode worker and a prefill worker on this machine
+demo: setup ## Run a daemon, D workers and P ranks on this machine, and compare every byte
 	$(BIN)/snapd demo
 
 bench: setup ## Measure against the floors

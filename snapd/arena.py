@@ -3,6 +3,7 @@
 Source: design, section 4.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -11,9 +12,11 @@ from types import TracebackType
 from typing import Final, Literal, Self
 
 from snapd.errors import StartupError
-from snapd.units import align_up, format_bytes
+from snapd.units import KIB, align_up, format_bytes
 
 _MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/proc/self/cgroup")
+_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Hugepages = Literal["auto", "on", "off"]
 
@@ -51,21 +54,44 @@ class HostArena:
                 f"{format_bytes(size_bytes)}: raise vm.nr_hugepages, or set hugepages = auto"
             )
         self.size_bytes = wanted_bytes if self.is_huge else align_up(size_bytes, mmap.PAGESIZE)
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if self.is_huge else 0)
         self.fd = -1
         try:
-            self.fd = os.memfd_create(f"kv-snapd-arena-{rank}", flags)
-            os.ftruncate(self.fd, self.size_bytes)
-            if prefault:
-                # Without it a write to a page that cannot be had would kill the writer with SIGBUS.
-                os.posix_fallocate(self.fd, 0, self.size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._take(prefault)
         except OSError as error:
             self.close()
+            if not (self.is_huge and hugepages == "auto"):
+                raise self._not_to_be_had(error) from None
+            # They were free and cannot be had all the same: a cgroup's limit, or another was faster.
+            self.is_huge = False
+            self.size_bytes = align_up(size_bytes, mmap.PAGESIZE)
+            try:
+                self._take(prefault)
+            except OSError as second_error:
+                self.close()
+                raise self._not_to_be_had(second_error) from None
+
+    def _take(self, prefault: bool) -> None:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if self.is_huge else 0)
+        available_bytes = None if self.is_huge else available_memory_bytes()
+        if prefault and available_bytes is not None and self.size_bytes > available_bytes:
+            # The kernel would not say no: it would kill a process, this one perhaps.
             raise StartupError(
-                f"arena {rank}: {format_bytes(self.size_bytes)} of memory cannot be had ({error.strerror}): "
-                "lower size, or free memory (limits of the container or the unit count too)"
-            ) from None
+                f"arena {self.rank}: {format_bytes(self.size_bytes)} of memory are wanted, and "
+                f"{format_bytes(available_bytes)} can be had: lower size, or free memory (limits of the "
+                "container or the unit count too)"
+            )
+        self.fd = os.memfd_create(f"kv-snapd-arena-{self.rank}", flags)
+        os.ftruncate(self.fd, self.size_bytes)
+        if prefault:
+            # Without it a write to a page that cannot be had would kill the writer with SIGBUS.
+            os.posix_fallocate(self.fd, 0, self.size_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+
+    def _not_to_be_had(self, error: OSError) -> StartupError:
+        return StartupError(
+            f"arena {self.rank}: {format_bytes(self.size_bytes)} of memory cannot be had ({error.strerror}): "
+            "lower size, or free memory (limits of the container or the unit count too)"
+        )
 
     def open_fd(self, *, writable: bool) -> int:
         """Return a new file descriptor for a client; without *writable* it can only be mapped for reading.
@@ -89,6 +115,42 @@ class HostArena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def available_memory_bytes() -> int | None:
+    """Return what the kernel says can be had, within the limits of this process's cgroups; None: unknown."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        facts = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+        found.append(int(facts["MemAvailable"].split()[0]) * KIB)
+    with contextlib.suppress(OSError):
+        for line in _CGROUP.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                found += _cgroup_rooms_bytes(_CGROUP_ROOT, group, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                found += _cgroup_rooms_bytes(
+                    _CGROUP_ROOT / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes"
+                )
+    return min(found, default=None)
+
+
+def _cgroup_rooms_bytes(root: Path, group: str, limit_name: str, usage_name: str) -> list[int]:
+    """Return what is left of the limit of a cgroup and of each one around it.
+
+    Inside a container the path may be the host's, which is not there: the root is then the container's own.
+    """
+    directory = root / group.lstrip("/")
+    directories = [directory, *directory.parents] if directory.is_dir() else [root]
+    rooms_bytes: list[int] = []
+    for place in directories:
+        if place == root.parent:
+            break
+        # "max" is no number: no limit.
+        with contextlib.suppress(OSError, ValueError):
+            limit_bytes = int((place / limit_name).read_text())
+            rooms_bytes.append(limit_bytes - int((place / usage_name).read_text()))
+    return rooms_bytes
 
 
 def _free_hugepages_bytes() -> tuple[int, int]:

@@ -348,19 +348,33 @@ def begin_ingest(
     rank: int,
     layout_fingerprint: str,
     *,
+    session_id: str = "",
     epoch: str = "",
     timeout_s: float | None = None,
 ) -> Call[BeginIngestRep]:
     """Take the lease on *rank*'s shard of a READY snapshot: where it lies, and what D committed.
 
+    Args:
+        slab_handle: the attempt.
+        rank: the reader.
+        layout_fingerprint: of its kv_pool.
+        session_id: whose snapshot the reader takes it for; empty: not checked.
+        epoch: the grant's; empty: not checked.
+        timeout_s: for the whole call.
+
     Raises:
-        StaleHandle: the attempt has ended, or belongs to another *epoch*.
+        StaleHandle: the attempt has ended, or is another session's, or belongs to another *epoch*.
         WrongState: it is not READY, or is about to end.
         WrongRank: it has no shard for *rank*.
         LayoutMismatch: it was written with another layout.
     """
     request = BeginIngestReq(
-        id=NO_ID, slab_handle=slab_handle, epoch=epoch, rank=rank, layout_fingerprint=layout_fingerprint
+        id=NO_ID,
+        slab_handle=slab_handle,
+        epoch=epoch,
+        rank=rank,
+        layout_fingerprint=layout_fingerprint,
+        session_id=session_id,
     )
     return _as_is(request, BeginIngestRep, timeout_s)
 

@@ -215,6 +215,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     page_keys_max: Annotated[int, _count("Page keys in one request; they must fit a frame.", 1_000_000)] = (
         16_384
     )
+    page_keys_total_max: Annotated[
+        int,
+        _count("Page keys that open attempts hold together; beyond it new ones are found by session only."),
+    ] = 500_000
     session_id_bytes_max: Annotated[int, _size("Length of a session id in UTF-8.", 1, 64 * KIB)] = 512
     num_tokens_max: Annotated[int, _count("Tokens in one snapshot.", 1 << 31)] = 16_777_216
 
@@ -236,7 +240,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     requests_in_flight_max: Annotated[
         int, _count("Requests of one connection that may be under way.", 1_000_000)
     ] = 1_024
-    drain_timeout_ms: Annotated[int, _ms("How long SIGTERM waits for attempts under way.")] = 5_000
+    drain_timeout_ms: Annotated[int, _ms("How long SIGTERM waits for ranks that are reading.")] = 5_000
 
     log_path: Annotated[
         str,

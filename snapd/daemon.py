@@ -98,9 +98,13 @@ async def _serve(config: Config) -> int:
     loop = asyncio.get_running_loop()
     stop = _Stop()
     loop.set_exception_handler(stop.on_loop_error)
+    # First of all: taking the memory may last seconds, and a signal then must not kill.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.on_signal, number)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
     epoch = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(_instance_lock(Path(config.socket_path)))
+        stack.enter_context(_instance_lock(config))
         log = stack.enter_context(_event_log(config, epoch))
         offerer: ArenaOfferer = ShmOfferer()
         stack.callback(offerer.close)
@@ -140,8 +144,6 @@ async def _serve(config: Config) -> int:
         )
         await _write_started(config, log, executor, arenas)
         await stack.enter_async_context(_listening(config, server, loop))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, log.reopen)
         total_bytes = sum(arena.size_bytes for arena, _ in arenas.values())
         _log.info(
@@ -233,16 +235,18 @@ def _write_stopped(log: EventLog, executor: Executor, stop: _Stop) -> None:
 
 
 @contextlib.contextmanager
-def _instance_lock(socket_path: Path) -> Iterator[None]:
+def _instance_lock(config: Config) -> Iterator[None]:
     """Hold the socket's lock file: one daemon a socket. The lock goes with the process.
 
     Raises:
         StartupError: another daemon holds it, or the directory is not ours.
     """
+    socket_path = Path(config.socket_path)
     directory = socket_path.parent
     lock_path = directory / f"{socket_path.name}.lock"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Users who may connect must get to the socket; nobody else may list what is there.
+        directory.mkdir(mode=0o711 if config.allowed_uids else 0o700, parents=True, exist_ok=True)
         # Its owner could put another socket in our place.
         if directory.stat().st_uid not in (0, os.geteuid()):
             raise StartupError(

@@ -235,6 +235,10 @@ class TransportError(SnapdError):
     """The data plane could not write; the message says where and why."""
 
 
+class ExtraMissing(SnapdError, ImportError):
+    """A package that this part needs is not installed; the message says how to install it."""
+
+
 class ConfigError(SnapdError):
     """The configuration is wrong; the message names the key and what to write instead."""
 

@@ -22,11 +22,11 @@ from snapd.units import NS_PER_MS
 
 _SHOWN_LIMITS: Final = (
     "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
-    "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max", "watch_queue_max",
-    "frame_bytes_max", "frame_timeout_ms", "reply_buffer_bytes_max", "requests_in_flight_max",
-    "reserve_timeout_ms", "transfer_timeout_ms", "transfer_min_mb_per_s", "ready_ttl_ms", "lease_ms",
-    "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max", "log_queue_lines_max", "log_rotate_bytes",
-    "log_rotate_keep",
+    "page_keys_total_max", "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max",
+    "watch_queue_max", "frame_bytes_max", "frame_timeout_ms", "reply_buffer_bytes_max",
+    "requests_in_flight_max", "reserve_timeout_ms", "transfer_timeout_ms", "transfer_min_mb_per_s",
+    "ready_ttl_ms", "lease_ms", "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max",
+    "log_queue_lines_max", "log_rotate_bytes", "log_rotate_keep",
 )  # fmt: skip
 
 
@@ -401,6 +401,7 @@ def event_of(request: w.AnyRequest, conn_id: int, at_ns: int, cause_id: int) -> 
                 slab_handle=handle,
                 rank=request.rank,
                 layout_fingerprint=request.layout_fingerprint,
+                session_id=request.session_id,
                 conn_id=conn_id,
             )
         case w.VoteReq(slab_handle=handle):

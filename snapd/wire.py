@@ -253,10 +253,15 @@ class DrainedReq(HandleRequest, frozen=True, kw_only=True):
 
 
 class BeginIngestReq(HandleRequest, frozen=True, kw_only=True):
-    """A P rank wants to read its shard."""
+    """A P rank wants to read its shard.
+
+    Attributes:
+        session_id: whose snapshot it takes it for; another's is refused. Empty: not checked.
+    """
 
     rank: int
     layout_fingerprint: str
+    session_id: str = ""
 
 
 class BeginIngestRep(Reply, frozen=True, kw_only=True):

@@ -1,16 +1,18 @@
 """Host arenas: their size, their seals, and what a client may do with the file descriptor."""
 
+import errno
 import fcntl
 import mmap
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from snapd import arena as arena_module
-from snapd.arena import HostArena
+from snapd.arena import HostArena, available_memory_bytes
 from snapd.errors import StartupError
 from snapd.units import MIB
 
@@ -142,3 +144,88 @@ def test_a_machine_that_says_nothing_of_hugepages_has_none(
     monkeypatch.setattr(arena_module, "_MEMINFO", path)
     with HostArena(0, SIZE_BYTES, prefault=False) as arena:
         assert not arena.is_huge
+
+
+# --- what can be had
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that says what the test wants: 64 MiB, and cgroups in a directory."""
+    (tmp_path / "meminfo").write_text(f"MemFree: 1 kB\nMemAvailable: {64 * 1024} kB\n")
+    (tmp_path / "self").write_text("0::/a/b\n")
+    (tmp_path / "cgroup" / "a" / "b").mkdir(parents=True)
+    monkeypatch.setattr(arena_module, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(arena_module, "_CGROUP", tmp_path / "self")
+    monkeypatch.setattr(arena_module, "_CGROUP_ROOT", tmp_path / "cgroup")
+    return tmp_path
+
+
+def limit(directory: Path, limit_bytes: int | str, usage_bytes: int, version: int = 2) -> None:
+    names = ("memory.max", "memory.current") if version == 2 else (
+        "memory.limit_in_bytes", "memory.usage_in_bytes",
+    )  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (limit_bytes, usage_bytes), strict=True):
+        (directory / name).write_text(f"{value}\n")
+
+
+def test_without_a_limit_the_machine_s_memory_can_be_had(machine: Path) -> None:
+    assert available_memory_bytes() == 64 * MIB
+    limit(machine / "cgroup" / "a", "max", 5)
+    assert available_memory_bytes() == 64 * MIB
+
+
+def test_the_narrowest_cgroup_counts_also_one_further_out(machine: Path) -> None:
+    limit(machine / "cgroup" / "a" / "b", 40 * MIB, 10 * MIB)
+    assert available_memory_bytes() == 30 * MIB
+    limit(machine / "cgroup" / "a", 20 * MIB, 15 * MIB)
+    assert available_memory_bytes() == 5 * MIB
+
+
+def test_inside_a_container_the_root_is_its_own(machine: Path) -> None:
+    (machine / "self").write_text("0::/not/here\n")
+    limit(machine / "cgroup", 9 * MIB, MIB)
+    assert available_memory_bytes() == 8 * MIB
+
+
+def test_cgroups_of_the_first_version_count_too(machine: Path) -> None:
+    (machine / "self").write_text("7:cpu:/x\n4:hugetlb,memory:/a\n0::/\n")
+    limit(machine / "cgroup" / "memory" / "a", 3 * MIB, MIB, version=1)
+    assert available_memory_bytes() == 2 * MIB
+
+
+def test_a_machine_that_says_nothing_is_asked_by_doing(machine: Path) -> None:
+    for name in ("meminfo", "self"):
+        (machine / name).unlink()
+    assert available_memory_bytes() is None
+    HostArena(0, SIZE_BYTES, hugepages="off").close()
+
+
+def test_more_than_can_be_had_is_refused_before_the_kernel_kills_for_it(machine: Path) -> None:
+    limit(machine / "cgroup" / "a" / "b", 2 * MIB, MIB)
+    with pytest.raises(StartupError, match=r"arena 0: 2 MiB of memory are wanted, and 1 MiB can be had"):
+        HostArena(0, SIZE_BYTES, hugepages="off")
+    HostArena(0, SIZE_BYTES, hugepages="off", prefault=False).close()
+
+
+@pytest.mark.parametrize("hugepages", ["auto", "on"])
+def test_hugepages_that_cannot_be_had_after_all_are_done_without_unless_they_must_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hugepages: Literal["auto", "on"]
+) -> None:
+    """A cgroup's limit says no although the machine has some free."""
+    create = os.memfd_create
+
+    def create_small(name: str, flags: int) -> int:
+        if flags & os.MFD_HUGETLB:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return create(name, flags)
+
+    monkeypatch.setattr(arena_module, "_MEMINFO", meminfo(tmp_path / "meminfo", free=4))
+    monkeypatch.setattr(os, "memfd_create", create_small)
+    if hugepages == "on":
+        with pytest.raises(StartupError, match="Cannot allocate memory"):
+            HostArena(0, 4096, hugepages=hugepages)
+        return
+    with HostArena(0, 4096, hugepages=hugepages) as arena:
+        assert (arena.is_huge, arena.size_bytes) == (False, mmap.PAGESIZE)

@@ -71,6 +71,7 @@ DEFAULTS = {
     "session_history_max": 100_000,
     "layouts_max": 256,
     "page_keys_max": 16_384,
+    "page_keys_total_max": 500_000,
     "session_id_bytes_max": 512,
     "num_tokens_max": 16_777_216,
     "connections_max": 1_024,

@@ -14,7 +14,7 @@ import torch
 from snapd.arena import HostArena
 from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest, SnapdError, StaleHandle
-from snapd.kv.slabs import Slabs, addresses
+from snapd.kv.slabs import Slabs
 from snapd.mapping import MappedArena, _map
 from snapd.wire import RankGrant
 
@@ -97,7 +97,7 @@ def test_planes_are_the_arenas_bytes_at_the_grants_places(client: FakeClient, ma
         expected[offset : offset + size_bytes] = bytes([number]) * size_bytes
     assert bytes(client.arenas[0].buffer) == bytes(expected)
     start = client.arenas[0].address
-    assert addresses(planes) == [start + offset for offset in (4096, 4352, 4608, 4864)]
+    assert [plane.data_ptr() for plane in planes] == [start + offset for offset in (4096, 4352, 4608, 4864)]
 
 
 def test_planes_may_each_have_an_extent_of_their_own_in_any_order(
@@ -110,7 +110,7 @@ def test_planes_may_each_have_an_extent_of_their_own_in_any_order(
         NUM_TOKENS,
         "epoch-1",
     )
-    assert addresses(planes) == [client.arenas[0].address + offset for offset in offsets]
+    assert [plane.data_ptr() for plane in planes] == [client.arenas[0].address + offset for offset in offsets]
 
 
 def test_a_plane_may_fill_its_extent_and_the_arena_to_the_last_byte(make: MakeSlabs) -> None:

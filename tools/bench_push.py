@@ -26,9 +26,12 @@ from snapd.kv.copy import gather
 from snapd.kv.ingest import Ingester
 from snapd.kv.pool import KVPool
 from snapd.kv.push import Pusher
-from snapd.units import MIB, MS_PER_S, align_down
+from snapd.layout import Namespace, plane_offsets_bytes
+from snapd.units import MIB, MS_PER_S, align_up, ceil_div
 
 PAGE_SIZE_TOKENS = 16
+# The daemon's default.
+ALIGNMENT_BYTES = 256
 
 
 class Owner:
@@ -85,12 +88,18 @@ def timed_s(started_s: float) -> float:
 def measure(socket: Path, mib: int, rounds: int, layers: int, heads: int, dim: int) -> dict[str, float]:
     """Run the rounds and return the figures."""
     token_bytes = 2 * layers * heads * dim * 2
-    num_tokens = align_down(mib * MIB // token_bytes, PAGE_SIZE_TOKENS)
+    num_tokens = align_up(ceil_div(mib * MIB, token_bytes), PAGE_SIZE_TOKENS)
     num_bytes = num_tokens * token_bytes
     d_pool, p_pool = (make_pool(layers, heads, dim, num_tokens) for _ in range(2))
     d_slots, p_slots = random_slots(num_tokens, 1), random_slots(num_tokens, 2)
     token_ids = tuple(range(num_tokens))
-    planes = [torch.empty(plane.stride_bytes * num_tokens, dtype=torch.uint8) for plane in d_pool.planes]
+    # D's staging buffer: planes as a contiguous slab has them.
+    *offsets, staging_bytes = plane_offsets_bytes(d_pool.layout(Namespace()), num_tokens, ALIGNMENT_BYTES)
+    staging = torch.empty(staging_bytes, dtype=torch.uint8)
+    planes = [
+        staging[offset : offset + plane.stride_bytes * num_tokens]
+        for offset, plane in zip(offsets, d_pool.planes, strict=True)
+    ]
     gather(d_pool, d_slots, planes)
     sums = [plane_checksum(plane) for plane in planes]
     source = torch.cat(planes)

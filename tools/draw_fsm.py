@@ -41,7 +41,8 @@ _TAIL: Final = """\
 ## What has no effect
 
 *Absorbed* changes nothing.
-An exact repeat of an earlier message gets its first answer again; anything else that asks for an answer is \
+An exact repeat of an earlier message gets its first answer again, except that a start is no leave to \
+write once the attempt has ended; anything else that asks for an answer is \
 told `stale-handle` when the attempt has ended, and `wrong-state` when it has not.
 One thing is heard all the same: while bytes of an ABORTED attempt lie in quarantine, drain proof (from the \
 writer, or by its exit) releases what may still be written, and a vote releases what its rank still read.

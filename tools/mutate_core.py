@@ -30,13 +30,13 @@ import click
 ROOT: Final = Path(__file__).parents[1]
 MODULES: Final = (
     "lives.py", "admission.py", "quarantine.py", "buffer.py", "directory.py", "books.py", "session.py",
-    "machine.py", "fsm.py",
+    "machine.py", "fsm.py", "slab.py", "lru.py",
 )  # fmt: skip
 # Quick ones first: most mutants fail there.
 TESTS: Final = (
     "test_machine_ingest.py", "test_machine_endings.py", "test_machine_prepare.py",
     "test_machine_transfer.py", "test_machine_quarantine.py", "test_machine_lookup.py",
-    "test_machine_limits.py", "test_machine_repeats.py", "test_fsm.py",
+    "test_machine_limits.py", "test_machine_repeats.py", "test_fsm.py", "test_slab.py", "test_lru.py",
 )  # fmt: skip
 MODEL_TEST: Final = "test_machine_model.py"
 MODEL_EXAMPLES: Final = 25

@@ -29,6 +29,7 @@ _R = TypeVar("_R")
 
 TIMEOUT_S_DEFAULT: Final = 5.0
 PAGE_ATTEMPTS: Final = 250
+_HANDLE_DIGITS_MAX: Final = 19
 _BLANKS_AT_END: Final = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
 # Wider than any table: a session id has at most some thousand characters.
 _TABLE_COLUMNS_MAX: Final = 1_000_000
@@ -180,7 +181,8 @@ def find_attempts(client: "Client", name: str) -> Attempts:
     Raises:
         StaleHandle: the daemon knows neither.
     """
-    if name.isascii() and name.isdigit() and int(name) < 1 << 63:
+    # Python makes no number of some thousand digits.
+    if name.isascii() and name.isdigit() and len(name) <= _HANDLE_DIGITS_MAX and int(name) < 1 << 63:
         try:
             reply = client.get(int(name))
             return Attempts([reply.session], 1, reply.now_ns)

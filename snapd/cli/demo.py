@@ -94,6 +94,7 @@ def demo(
     D processes make random KV and push it; P ranks, busy with work of their own, bring it home. Every session
     that P ingested is compared with D byte for byte. Nothing but the printed directory is left behind.
     """
+    import snapd.kv  # noqa: F401 - says what is missing, before anything is started
     from snapd.demo.logfacts import LogFacts
     from snapd.demo.orchestrator import run_demo
     from snapd.demo.plan import check_memory, make_plan

@@ -88,7 +88,7 @@ class Admission:
             num_tokens=num_tokens,
             token_start=token_start,
             token_digest=event.token_digest,
-            page_keys=event.page_keys,
+            page_keys=self._page_keys_to_hold(event),
             shards={rank: Shard(rank, extents[rank]) for rank in ranks},
             told_conn_ids={PREPARER: event.conn_id},
             writer_id=event.writer_id,
@@ -98,6 +98,15 @@ class Admission:
         )
         self._begin(session, hint_tokens)
 
+    def _page_keys_to_hold(self, event: e.PrepareAsked) -> tuple[str, ...]:
+        """Return the keys, or none when all attempts together would hold too many.
+
+        The snapshot is then found by its session only: a search that finds less is no reason to refuse.
+        """
+        books = self._books
+        has_room = books.page_keys_held + len(event.page_keys) <= books.settings.page_keys_total_max
+        return event.page_keys if has_room else ()
+
     def _begin(self, session: Session, hint_tokens: int) -> None:
         books = self._books
         older = books.directory.writing(session.key)
@@ -105,6 +114,7 @@ class Admission:
             self._take(e.SupersededBy(at_ns=self._out.now_ns, slab_handle=older, newer_handle=session.handle))
         books.open[session.handle] = session
         books.attempts += 1
+        books.page_keys_held += len(session.page_keys)
         books.directory.add_writing(session)
         if session.writer_id:
             books.handles_of_writer.setdefault(session.writer_id, set()).add(session.handle)
@@ -305,6 +315,9 @@ class Admission:
                 token_start=event.token_start,
                 bytes=num_bytes,
                 duration_ms=0.0,
+                reserved_ms=0.0,
+                transferring_ms=0.0,
+                ready_ms=0.0,
             )
         )
         out.refuse(refusal.reason, refusal.detail, refusal.retry_after_ms)

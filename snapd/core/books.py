@@ -81,6 +81,8 @@ class Books:
         self.open: dict[int, Session] = {}
         self.ended: OrderedDict[int, Session] = OrderedDict()
         self.handles_of_writer: dict[int, set[int]] = {}
+        # Page keys that open attempts hold, repeats of others' included.
+        self.page_keys_held = 0
         self.is_draining = False
         self.outcomes: Counter[Reason] = Counter()
         self.attempts = 0

@@ -22,13 +22,17 @@ class Quarantined(msgspec.Struct, frozen=True):
     """One rank's extents, kept back until *until_ns* or until a proof comes.
 
     Attributes:
+        bytes: payload.
+        since_ns: when that began.
         why: what may still touch them; see ``records.SlabQuarantined``.
         lease_id: the lease under which they may still be read, when *why* is ``leased``.
         writer_id: the process whose exit is drain proof; 0: there is no such process.
     """
 
     session_id: str
+    bytes: int
     extents: tuple[Extent, ...]
+    since_ns: int
     until_ns: int
     why: QuarantineWhy
     lease_id: int = 0

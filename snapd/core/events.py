@@ -111,10 +111,12 @@ class LeaseAsked(SessionEvent, frozen=True, kw_only=True):
     Attributes:
         rank: the reader.
         layout_fingerprint: of the reader's kv_pool.
+        session_id: whose snapshot the reader takes it for; empty: not checked.
     """
 
     rank: int
     layout_fingerprint: str
+    session_id: str = ""
     conn_id: int = 0
 
 

@@ -4,7 +4,7 @@ Every pair (state, event) is decided in exactly one of three ways:
 
 * ``TRANSITIONS``: the event is acted upon. The cell names the states that may follow and the
   action, a method of ``core.lives.Lives``.
-* ``ABSORBED``: nothing changes. An exact repeat gets its first answer again.
+* ``ABSORBED``: nothing changes. An exact repeat gets its first answer again, a start while it is open.
 * ``REJECTED``: nothing changes, and whoever asked is told why.
 
 A state that is listed among its own successors may be kept: the action decides, for instance

@@ -24,6 +24,8 @@ from snapd.units import NS_PER_MS, ms_to_ns
 
 # Start, fail, abort, drained, a commit and some rounds of votes.
 ANSWERS_MAX_PER_RANK: Final = 32
+# The same vote, cast again because no answer has come yet.
+VOTES_WAITING_MAX: Final = 64
 
 
 def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
@@ -140,6 +142,9 @@ class Lives:
         if shard is None:
             self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
             return
+        if event.session_id not in ("", session.session_id):
+            self._out.refuse(Reason.STALE_HANDLE, "the handle is of another session")
+            return
         if event.layout_fingerprint != session.key[0]:
             self._out.refuse(Reason.LAYOUT_MISMATCH, f"the snapshot's layout is {session.key[0]}")
             return
@@ -228,6 +233,10 @@ class Lives:
             return
         if lease.has_voted:
             if event.ok:
+                if len(lease.waiting) >= VOTES_WAITING_MAX:
+                    # The oldest: whoever asks over a new connection has given the former ones up.
+                    refusal = e.Refused(Reason.LIMIT_REACHED, "the same vote was cast too often")
+                    self._out.reply(refusal, lease.waiting.pop(0))
                 lease.waiting.append(self._out.cause_id)
             else:
                 self._out.refuse(Reason.WRONG_STATE, f"rank {event.rank} has voted ok already")
@@ -451,6 +460,7 @@ class Lives:
         books = self._books
         books.lru.discard(session.handle)
         books.directory.remove(session)
+        books.page_keys_held -= len(session.page_keys)
         session.page_keys = ()  # The history keeps what a repeat needs, and page keys can be many.
         del books.open[session.handle]
         books.ended[session.handle] = session

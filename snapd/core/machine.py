@@ -165,6 +165,7 @@ class Machine:
             session_history=books.directory.num_hints,
             layouts=len(books.directory.layouts),
             page_keys=books.directory.num_page_keys,
+            page_keys_held=books.page_keys_held,
             messages_absorbed=books.messages_absorbed,
             requests_refused=self._out.requests_refused,
             bytes_committed=books.bytes_committed,
@@ -203,6 +204,10 @@ class Machine:
             raise InvariantBroken("an attempt is both open and ended")
         if len(books.ended) > books.settings.ended_history_max:
             raise InvariantBroken("the history is larger than ended_history_max")
+        if books.page_keys_held != sum(len(session.page_keys) for session in books.open.values()):
+            raise InvariantBroken("the number of page keys that are held is wrong")
+        if books.page_keys_held > books.settings.page_keys_total_max:
+            raise InvariantBroken("more page keys are held than page_keys_total_max")
         writing = {h: s for h, s in books.open.items() if s.state is not State.READY}
         ready = {h: s for h, s in books.open.items() if s.state is State.READY}
         books.directory.validate(writing, ready)

@@ -12,7 +12,7 @@ from snapd.core.buffer import Quarantined
 from snapd.core.fsm import HEARD_BY_QUARANTINE
 from snapd.core.session import Lease, Session
 from snapd.core.slab import Extent
-from snapd.units import ms_to_ns
+from snapd.units import NS_PER_MS, ms_to_ns
 
 
 class Quarantine:
@@ -24,7 +24,21 @@ class Quarantine:
     def free(self, session: Session, rank: int, extents: tuple[Extent, ...], why: r.ReleaseWhy) -> None:
         """Give live extents back at once: no write and no read can touch them any more."""
         self._books.buffer.free(rank, extents)
-        self._record_release(session.session_id, session.handle, rank, extents, "live", why)
+        out = self._books.outbox
+        out.record(
+            r.SlabReleased(
+                at_ns=out.now_ns,
+                cause_id=out.cause_id,
+                session_id=session.session_id,
+                slab_handle=session.handle,
+                rank=rank,
+                bytes=session.shard_bytes,
+                extents=extents,
+                was="live",
+                why=why,
+                duration_ms=(out.now_ns - session.created_ns) / NS_PER_MS,
+            )
+        )
 
     def hold(
         self,
@@ -39,7 +53,9 @@ class Quarantine:
         until_ns = lease.deadline_ns if lease else out.now_ns + ms_to_ns(self._books.settings.quarantine_ms)
         item = Quarantined(
             session_id=session.session_id,
+            bytes=session.shard_bytes,
             extents=extents,
+            since_ns=out.now_ns,
             until_ns=until_ns,
             why=why,
             lease_id=lease.lease_id if lease else 0,
@@ -53,6 +69,7 @@ class Quarantine:
                 session_id=session.session_id,
                 slab_handle=session.handle,
                 rank=rank,
+                bytes=session.shard_bytes,
                 extents=extents,
                 until_ns=until_ns,
                 why=why,
@@ -102,7 +119,7 @@ class Quarantine:
         """Give quarantined extents back for reuse."""
         item = self._books.buffer.release(handle, rank)
         self._books.outbox.cancel((e.TimerKind.QUARANTINE, handle, rank))
-        self._record_release(item.session_id, handle, rank, item.extents, "quarantined", why)
+        self._record_release(handle, rank, item, why)
         if handle not in self._books.buffer.quarantine:
             self._books.forget_writer(item.writer_id, handle)
 
@@ -110,25 +127,19 @@ class Quarantine:
         event = e.QuarantineTimedOut(at_ns=0, slab_handle=handle, rank=rank, deadline_ns=until_ns)
         self._books.outbox.arm((e.TimerKind.QUARANTINE, handle, rank), event)
 
-    def _record_release(
-        self,
-        session_id: str,
-        handle: int,
-        rank: int,
-        extents: tuple[Extent, ...],
-        was: r.ReleasedFrom,
-        why: r.ReleaseWhy,
-    ) -> None:
+    def _record_release(self, handle: int, rank: int, item: Quarantined, why: r.ReleaseWhy) -> None:
         out = self._books.outbox
         out.record(
             r.SlabReleased(
                 at_ns=out.now_ns,
                 cause_id=out.cause_id,
-                session_id=session_id,
+                session_id=item.session_id,
                 slab_handle=handle,
                 rank=rank,
-                extents=extents,
-                was=was,
+                bytes=item.bytes,
+                extents=item.extents,
+                was="quarantined",
                 why=why,
+                duration_ms=(out.now_ns - item.since_ns) / NS_PER_MS,
             )
         )

@@ -118,6 +118,7 @@ class SlabQuarantined(_Record, frozen=True, kw_only=True, tag="slab.quarantined"
     session_id: str
     slab_handle: int
     rank: int
+    bytes: int
     extents: tuple[Extent, ...]
     until_ns: int
     why: QuarantineWhy
@@ -128,6 +129,7 @@ class SlabReleased(_Record, frozen=True, kw_only=True, tag="slab.released"):
 
     Attributes:
         was: what they were until now.
+        duration_ms: for how long they were that.
         why: ``final``: every write was committed and no lease was held; ``drained``: drain proof;
             ``writer-gone``: the writing process has exited; ``lease-ended``: the reader has voted
             or its lease is over; ``time``: the quarantine's time has passed.
@@ -136,9 +138,11 @@ class SlabReleased(_Record, frozen=True, kw_only=True, tag="slab.released"):
     session_id: str
     slab_handle: int
     rank: int
+    bytes: int
     extents: tuple[Extent, ...]
     was: ReleasedFrom
     why: ReleaseWhy
+    duration_ms: float
 
 
 class LeaseGranted(_Record, frozen=True, kw_only=True, tag="lease.granted"):
@@ -179,10 +183,10 @@ class SyncOutcome(_Record, frozen=True, kw_only=True, tag="sync.outcome"):
     token_start: int
     bytes: int
     duration_ms: float
+    reserved_ms: float
+    transferring_ms: float
+    ready_ms: float
     slab_handle: int = 0
-    reserved_ms: float = 0.0
-    transferring_ms: float = 0.0
-    ready_ms: float = 0.0
     ranks: tuple[int, ...] = ()
     former_epoch: str = ""
 

@@ -35,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     session_history_max: int = 100_000
     layouts_max: int = 256
     page_keys_max: int = 16_384
+    page_keys_total_max: int = 500_000
     session_id_bytes_max: int = 512
     num_tokens_max: int = 16_777_216
 
@@ -209,6 +210,7 @@ class Statistics(msgspec.Struct, frozen=True):
     session_history: int
     layouts: int
     page_keys: int
+    page_keys_held: int
     messages_absorbed: int
     requests_refused: int
     bytes_committed: int

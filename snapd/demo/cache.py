@@ -1,7 +1,7 @@
 """A P rank's own bookkeeping: pages of its kv_pool, and which session's prefix is in them.
 
-Prefill work and cached sessions share the pages. Whoever needs pages may throw out sessions that are
-over, least recently used first; only a large prompt may throw out an idle one as well. So an ingest fails
+Prefill work and cached sessions share the pages. Whoever needs pages may evict sessions that are
+over, least recently used first; only a large prompt may evict an idle one as well. So an ingest fails
 to allocate while P is busy, and now and then a prefix is gone.
 """
 
@@ -33,7 +33,7 @@ class PagedCache:
 
     Attributes:
         total_slots: slots of the pool, whole pages.
-        evicted: sessions thrown out so far.
+        evicted: sessions evicted so far.
         alloc_failures: times that an ingest got nothing.
     """
 

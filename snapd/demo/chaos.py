@@ -48,7 +48,7 @@ class Incident(msgspec.Struct):
 class Chaos:
     """Decides from the seed which turns are struck, and strikes.
 
-    Without ``--chaos`` only large prompts on P are left, which throw an idle session out.
+    Without ``--chaos`` only large prompts on P are left, which evict an idle session.
 
     Attributes:
         incidents: what was done.

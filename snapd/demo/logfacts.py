@@ -111,7 +111,7 @@ class LogFacts:
                 self.attempts[record.slab_handle] = AttemptFacts(record.session_id)
             case r.SessionTransition():
                 self._spent_ms[record.from_state].append(record.duration_ms)
-                self.attempts[record.slab_handle].last_state = record.from_state
+                self._attempt(record).last_state = record.from_state
             case r.SyncOutcome():
                 self._take_outcome(record)
             case r.SyncRefused():
@@ -119,9 +119,9 @@ class LogFacts:
             case r.SlabAllocated():
                 self._held_bytes[record.slab_handle, record.rank] += _extent_bytes(record)
             case r.SlabQuarantined():
-                self.attempts[record.slab_handle].quarantined_bytes += _extent_bytes(record)
+                self._attempt(record).quarantined_bytes += _extent_bytes(record)
             case r.SlabReleased():
-                attempt = self.attempts[record.slab_handle]
+                attempt = self._attempt(record)
                 attempt.released_bytes += _extent_bytes(record)
                 attempt.released_why.add(record.why)
                 self._held_bytes[record.slab_handle, record.rank] -= _extent_bytes(record)
@@ -131,6 +131,10 @@ class LogFacts:
                 self.faults.append(f"{record.count} events are missing in the log ({record.why})")
             case _:
                 pass
+
+    def _attempt(self, record: r.SessionTransition | r.SlabQuarantined | r.SlabReleased) -> AttemptFacts:
+        """Return the attempt, also when its first line is missing: ``_check`` says so then."""
+        return self.attempts.setdefault(record.slab_handle, AttemptFacts(record.session_id))
 
     def _take_outcome(self, record: r.SyncOutcome) -> None:
         self.outcomes.append(record)

@@ -138,7 +138,7 @@ class Prefill(_Message, frozen=True, kw_only=True):
     """P's own work: take up to *num_tokens* slots for *duration_ms*. Not answered.
 
     Attributes:
-        idle_victims: sessions that are not over and may be thrown out for it.
+        idle_victims: sessions that are not over and may be evicted for it.
     """
 
     num_tokens: int

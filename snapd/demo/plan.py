@@ -4,15 +4,15 @@ The plan depends on the trace and the options alone; the same seed gives the sam
 """
 
 import random
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from snapd.arena import available_memory_bytes
 from snapd.config import ARENA_BYTES_MIN
 from snapd.demo.trace import Request, chain_sessions
 from snapd.errors import SnapdError
-from snapd.units import KIB, MIB, MS_PER_S, align_up, ceil_div, format_bytes
+from snapd.units import MIB, MS_PER_S, align_up, ceil_div, format_bytes
 
 RANKS: Final = 2
 PAGE_SIZE_TOKENS: Final = 16
@@ -211,26 +211,10 @@ def check_memory(plan: Plan, decoders: int) -> None:
     Raises:
         NotEnoughMemory: it cannot.
     """
-    available_bytes = _available_bytes()
+    available_bytes = available_memory_bytes()
     wanted_bytes = plan.memory_bytes(decoders)
     if available_bytes is not None and wanted_bytes > available_bytes:
         raise NotEnoughMemory(
             f"the demo takes about {format_bytes(wanted_bytes)} of memory, and "
             f"{format_bytes(available_bytes)} can be had: lower --total or --decoders"
         )
-
-
-def _available_bytes() -> int | None:
-    """Return what the kernel says can be had, within the cgroup's limit; None: it does not say."""
-    found: list[int] = []
-    try:
-        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(facts["MemAvailable"].split()[0]) * KIB)
-        group = Path("/proc/self/cgroup").read_text().strip().split(":")[-1].lstrip("/")
-        base = Path("/sys/fs/cgroup") / group
-        limit = (base / "memory.max").read_text().strip()
-        if limit != "max":
-            found.append(int(limit) - int((base / "memory.current").read_text()))
-    except (OSError, ValueError, KeyError):
-        pass  # Without these files nothing is known, and the allocation itself will tell.
-    return min(found) if found else None

@@ -153,7 +153,7 @@ def show_result(console: Console, result: Result, facts: LogFacts) -> None:
     _say(
         console,
         f"P had no slots for {result.alloc_failed} attempts when it finalized ({result.alloc_failures} "
-        f"tries), and threw {result.evicted} sessions out of its trees; {result.given_up} turns were "
+        f"tries), and evicted {result.tree_evicted} sessions from its trees; {result.given_up} turns were "
         f"given up, {result.pushes_again} pushed again, {result.leases_expired} leases ran out",
     )
     _show_incidents(console, result, facts)

@@ -29,7 +29,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         leases_expired: leases that ended because their rank did not vote in time.
         given_up: turns whose snapshot P did not get; the next turn's push brings the tokens along.
         pushes_again: pushes of a turn after its first.
-        evicted: sessions that P's own work threw out of a tree.
+        tree_evicted: sessions that P's own work evicted from a tree.
         kills: D processes that were killed.
         incidents: what was done on purpose, and to which attempts.
         play_s: from the first request to the last comparison.
@@ -58,7 +58,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     leases_expired: int
     given_up: int
     pushes_again: int
-    evicted: int
+    tree_evicted: int
     kills: int
     incidents: tuple[Incident, ...]
     play_s: float
@@ -160,7 +160,7 @@ def make_result(
         leases_expired=facts.leases_expired,
         given_up=tally.given_up,
         pushes_again=tally.pushes_again,
-        evicted=sum(tree.evicted for tree in trees),
+        tree_evicted=sum(tree.evicted for tree in trees),
         kills=tally.kills,
         incidents=tuple(incidents),
         play_s=round(play_s, 3),

@@ -176,7 +176,7 @@ class IngestJob:
         self._epoch = ingester.client.epoch
         try:
             self._lease = ingester.client.begin_ingest(
-                slab_handle, ingester.rank, ingester.layout_fingerprint
+                slab_handle, ingester.rank, ingester.layout_fingerprint, session_id=session_id
             )
             self._epoch = ingester.client.epoch
         except SnapdError as error:
@@ -255,10 +255,6 @@ class IngestJob:
     def _begin(self, lease: BeginIngestRep, token_ids: Sequence[int]) -> None:
         end_tokens = lease.token_start + lease.num_tokens
         self._token_ids = token_ids[:end_tokens]
-        if lease.session_id != self._session_id:
-            # The handle is of another session, whose snapshot stays as it is.
-            self._vote_no(Reason.STALE_HANDLE, keep=True)
-            return
         if len(token_ids) < end_tokens or token_digest(self._token_ids) != lease.token_digest:
             self._vote_no(Reason.TOKEN_MISMATCH, keep=False)
             return

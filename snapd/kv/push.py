@@ -17,6 +17,7 @@ import torch
 
 from snapd.calls import Grant
 from snapd.client import Client
+from snapd.core.slab import Extent
 from snapd.errors import (
     ConnectionProblem,
     InvalidRequest,
@@ -29,7 +30,7 @@ from snapd.errors import (
 from snapd.kv.checksum import PlaneChecksum, plane_checksum
 from snapd.kv.copy import GatherJob
 from snapd.kv.pool import KVPool
-from snapd.kv.slabs import Slabs, addresses
+from snapd.kv.slabs import Slabs
 from snapd.layout import Namespace, fingerprint, page_keys, snapshot_bytes, token_digest
 from snapd.transport.base import TicketState, Write
 from snapd.transport.shm import ShmWriter
@@ -234,14 +235,7 @@ class Pusher:
     ) -> None:
         arena = self._slabs.arena(rank, grant.epoch)
         writer = ShmWriter(arena)
-        ticket = writer.submit(
-            [
-                Write(from_address, to_address - arena.address, plane.numel())
-                for from_address, to_address, plane in zip(
-                    addresses(source), addresses(target), source, strict=True
-                )
-            ]
-        )
+        ticket = writer.submit(_few_writes(source, target, arena.address, grant.for_rank(rank).extents))
         if writer.poll(ticket) is not TicketState.DONE:
             raise TransportError(f"rank {rank}: the write failed")
 
@@ -422,6 +416,36 @@ class PushJob:
                 total_ms=(time.monotonic() - self._started_s) * MS_PER_S,
             )
             self._finish(grant, result)
+
+
+def _few_writes(
+    source: Sequence[torch.Tensor],
+    target: Sequence[torch.Tensor],
+    arena_address: int,
+    extents: Sequence[Extent],
+) -> list[Write]:
+    """Return writes of all planes, one for as many neighbours as lie alike on both sides.
+
+    The number of writes is what costs, so the padding between two planes is written too where it is both the
+    slab's own and of the source's own storage.
+    """
+    writes: list[Write] = []
+    for index, (plane, to_plane) in enumerate(zip(source, target, strict=True)):
+        offset = to_plane.data_ptr() - arena_address
+        if writes:
+            last, before = writes[-1], source[index - 1]
+            gap_bytes = offset - last.target_ptr - last.size_bytes
+            is_alike = plane.data_ptr() == last.source_address + last.size_bytes + gap_bytes
+            is_one_storage = plane.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+            is_one_extent = any(
+                extent.offset_bytes <= last.target_ptr and offset < extent.end_bytes for extent in extents
+            )
+            if gap_bytes >= 0 and is_alike and is_one_storage and is_one_extent:
+                size_bytes = last.size_bytes + gap_bytes + plane.numel()
+                writes[-1] = Write(last.source_address, last.target_ptr, size_bytes)
+                continue
+        writes.append(Write(plane.data_ptr(), offset, plane.numel()))
+    return writes
 
 
 def _ended_early(ended: SessionEnded) -> RequestError:

@@ -7,7 +7,6 @@ Source: design, sections 4 and 8.
 """
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 
@@ -99,8 +98,3 @@ def _tensor(arena: MappedArena, offset_bytes: int, size_bytes: int) -> torch.Ten
     # The mapping goes with its last view; without one, a plane would outlive it.
     memory.view = arena.buffer  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def addresses(planes: Sequence[torch.Tensor]) -> list[int]:
-    """Return where each plane's first byte is in this process."""
-    return [plane.data_ptr() for plane in planes]

@@ -362,6 +362,17 @@ def test_a_vote_that_makes_no_sense_changes_nothing(
     assert drive.state(handle) is State.READY
 
 
+def test_a_lease_for_another_session_s_snapshot_is_refused_and_disturbs_nobody(make: Make) -> None:
+    """A finalize that names the wrong session must not end the round of the right one."""
+    drive = make(2)
+    handle = drive.ready("s")
+    lease_id = drive.lease(handle, 0, session_id="s").lease_id
+    drive.vote(handle, 0, lease_id)
+    assert refused(unchanged(drive, lambda: drive.lease(handle, 1, session_id="t")), Reason.STALE_HANDLE)
+    other_id = drive.lease(handle, 1, session_id="s").lease_id
+    assert drive.vote(handle, 1, other_id).commit
+
+
 def test_a_vote_without_a_lease_is_refused(make: Make) -> None:
     drive = make(1)
     handle = drive.ready()

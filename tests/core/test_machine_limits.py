@@ -174,7 +174,7 @@ def test_taking_more_than_there_is_is_a_bug() -> None:
 
 def test_a_shard_goes_to_quarantine_once() -> None:
     buffer = Buffer({0: SlabAllocator(512)}, 256)
-    item = Quarantined("s", buffer.allocate((0,), (256,))[0], 5, "undrained")
+    item = Quarantined("s", 200, buffer.allocate((0,), (256,))[0], 1, 5, "undrained")
     buffer.put_in_quarantine(1, 0, item)
     with pytest.raises(InvariantBroken, match="in quarantine already"):
         buffer.put_in_quarantine(1, 0, item)
@@ -186,14 +186,15 @@ def test_a_shard_goes_to_quarantine_once() -> None:
 def test_the_first_release_is_the_earliest_of_the_oldest_attempt() -> None:
     buffer = Buffer({0: SlabAllocator(512), 1: SlabAllocator(512)}, 256)
     extents = buffer.allocate((0, 1), (256,))
-    buffer.put_in_quarantine(1, 0, Quarantined("s", extents[0], 9, "undrained"))
-    buffer.put_in_quarantine(1, 1, Quarantined("s", extents[1], 5, "leased", 3))
+    buffer.put_in_quarantine(1, 0, Quarantined("s", 200, extents[0], 1, 9, "undrained"))
+    buffer.put_in_quarantine(1, 1, Quarantined("s", 200, extents[1], 1, 5, "leased", 3))
     assert buffer.first_release_ns() == 5
 
 
 def quarantined_buffer() -> Buffer:
     buffer = Buffer({0: SlabAllocator(1024)}, 256)
-    buffer.put_in_quarantine(1, 0, Quarantined("s", buffer.allocate((0,), (256,))[0], 5, "undrained"))
+    extents = buffer.allocate((0,), (256,))[0]
+    buffer.put_in_quarantine(1, 0, Quarantined("s", 200, extents, 1, 5, "undrained"))
     return buffer
 
 

@@ -259,3 +259,20 @@ def test_a_yes_never_takes_the_hint_away(make: Make) -> None:
     handle = drive.ready("s", 16)
     drive.vote(handle, 0, drive.lease(handle, 0).lease_id, reason=Reason.PREFIX_NOT_RESIDENT)
     assert drive.hint() == 8
+
+
+def test_beyond_the_bound_of_page_keys_an_attempt_is_found_by_session_only(make: Make) -> None:
+    """A search that finds less is no reason to refuse."""
+    drive = make(1, page_keys_total_max=3)
+    first = drive.ready("a", page_keys=("1", "2"))
+    second = drive.ready("b", page_keys=("3", "4"))
+    assert drive.machine.statistics().page_keys_held == 2
+    assert drive.look_up(page_keys=("3",)) == e.Found()
+    assert drive.look_up("b").slab_handle == second
+    third = drive.ready("c", page_keys=("5",))
+    assert drive.look_up(page_keys=("5",)).slab_handle == third, "what fits is taken, to the last one"
+    assert drive.machine.statistics().page_keys_held == 3
+    drive.abort(first)
+    assert drive.machine.statistics().page_keys_held == 1
+    fourth = drive.ready("d", page_keys=("6", "7"))
+    assert drive.look_up(page_keys=("6", "7")).slab_handle == fourth

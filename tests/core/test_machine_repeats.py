@@ -9,6 +9,7 @@ from core_driver import Driver, refused, unchanged
 from snapd.core import events as e
 from snapd.core.events import State
 from snapd.core.fsm import ABSORBED, REJECTED
+from snapd.core.lives import VOTES_WAITING_MAX
 from snapd.errors import Reason
 
 Make = Callable[..., Driver]
@@ -204,6 +205,21 @@ def test_what_means_nothing_with_a_yes_does_not_make_it_another_vote(
     lease_id = drive.lease(handle).lease_id
     assert drive.vote(handle, 0, lease_id, **extra).commit
     assert unchanged(drive, lambda: drive.vote(handle, 0, lease_id, **extra)).commit
+
+
+def test_of_equal_votes_that_wait_the_newest_are_kept_and_the_oldest_are_refused(make: Make) -> None:
+    """Somebody who votes over ever new connections takes no memory, and the last one hears the decision."""
+    drive = make(2)
+    handle = drive.ready()
+    lease_id = drive.lease(handle, 0).lease_id
+    causes = []
+    for _ in range(VOTES_WAITING_MAX + 3):
+        drive.vote(handle, 0, lease_id)
+        causes.append(drive.cause_id)
+    assert [refused(drive.answer(cause), Reason.LIMIT_REACHED) for cause in causes[:3]] == [True] * 3
+    assert [drive.answer(cause) for cause in causes[3:]] == [None] * VOTES_WAITING_MAX
+    assert drive.vote(handle, 1, drive.lease(handle, 1).lease_id).commit
+    assert all(drive.answer(cause).commit for cause in causes[3:])
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -33,11 +33,18 @@ ONE_OF_EACH: tuple[rec.Record, ...] = (
         at_ns=4, from_state="", to_state="RESERVED", reason=Reason.OK, duration_ms=0.0, **SESSION, **SIZES
     ),
     rec.SlabAllocated(at_ns=5, rank=0, bytes=4096, extents=EXTENTS, **SESSION),
-    rec.SlabQuarantined(at_ns=6, rank=0, extents=EXTENTS, until_ns=9, why="undrained", **SESSION),
-    rec.SlabReleased(at_ns=7, rank=0, extents=EXTENTS, was="live", why="final", **SESSION),
+    rec.SlabQuarantined(
+        at_ns=6, rank=0, bytes=4096, extents=EXTENTS, until_ns=9, why="undrained", **SESSION
+    ),
+    rec.SlabReleased(
+        at_ns=7, rank=0, bytes=4096, extents=EXTENTS, was="live", why="final", duration_ms=0.5, **SESSION
+    ),
     rec.LeaseGranted(at_ns=8, rank=0, lease_id=1, round=1, until_ns=10, **SESSION),
     rec.LeaseEnded(at_ns=9, rank=0, lease_id=1, ok=True, reason=Reason.OK, duration_ms=1.5, **SESSION),
-    rec.SyncOutcome(at_ns=10, ok=True, reason=Reason.OK, duration_ms=1e-7, cause_id=5, **SESSION, **SIZES),
+    rec.SyncOutcome(
+        at_ns=10, ok=True, reason=Reason.OK, duration_ms=1e-7, reserved_ms=0.0, transferring_ms=0.0,
+        ready_ms=1e-7, cause_id=5, **SESSION, **SIZES,
+    ),
     rec.EventsDropped(at_ns=11, count=3, why="queue-full"),
 )  # fmt: skip
 

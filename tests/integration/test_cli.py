@@ -333,7 +333,7 @@ def test_the_timeline_has_no_gaps(workers: Workers) -> None:
     assert newest([reply.session]) == [reply.session]
 
 
-@pytest.mark.parametrize("name", ["nobody", "12345", "", "9" * 400, "\udcff"])
+@pytest.mark.parametrize("name", ["nobody", "12345", "", "9" * 400, "9" * 5_000, "\udcff"])
 def test_an_unknown_id_is_one_line_that_says_what_to_do(name: str, at: tuple[str, str]) -> None:
     for command in (("show",), ("abort", "--yes"), ("show", "--json")):
         bad(1, *command, *at, "--", name)

@@ -98,6 +98,15 @@ def test_the_directory_is_0700_the_socket_0600_and_both_are_made(start_daemon: S
     assert stat.S_IMODE(daemon.log_path.stat().st_mode) == 0o600
 
 
+def test_with_allowed_uids_others_get_to_the_socket_and_see_nothing_else(
+    start_daemon: StartDaemon,
+) -> None:
+    daemon = start_daemon()
+    parent = daemon.directory / "open" / "kv-snapd"
+    start_error(parent, log_path=daemon.directory / "log", device="cuda:0", allowed_uids="1")
+    assert stat.S_IMODE(parent.stat().st_mode) == 0o711
+
+
 def test_the_log_begins_with_what_was_started(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(ranks=2)
     wait_for(lambda: log_events(daemon.log_path), "the first line is written")
@@ -628,3 +637,40 @@ def test_the_end_is_told_to_a_connection_that_is_gone_without_harm(daemon: Any) 
         wait_for(lambda: operator.stats().connections == 1, "it is gone")
         assert operator.ask(w.AbortReq, slab_handle=handle, drained=True).state == "ABORTED"
         assert is_all_free(operator.stats().core)
+
+
+# --- signals while it starts
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_while_it_takes_its_memory_does_not_kill(directory: Path, number: signal.Signals) -> None:
+    """Of a logrotate or an operator: it starts, and after SIGTERM it ends in order."""
+    script = f"""
+        import os, sys
+        from snapd import daemon
+        from snapd.config import Config, ArenaConfig
+
+        take = os.posix_fallocate
+
+        def take_slowly(*arguments):
+            os.kill(os.getpid(), {int(number)})
+            take(*arguments)
+
+        os.posix_fallocate = take_slowly
+        sys.exit(daemon.run(Config(
+            socket_path=sys.argv[1], log_path=sys.argv[2], arenas=(ArenaConfig(size_bytes=1 << 20),)
+        )))
+    """
+    path, log_path = directory / "s", directory / "log"
+    command = [sys.executable, "-c", textwrap.dedent(script), str(path), str(log_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        if number == signal.SIGHUP:
+            wait_for(lambda: socket.socket(socket.AF_UNIX).connect_ex(str(path)) == 0, "it listens")
+            process.terminate()
+        _, stderr = process.communicate(timeout=END_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, stderr
+    assert isinstance(log_events(log_path)[-1].record, r.DaemonStopped)

@@ -45,7 +45,8 @@ def step(slab_handle: int, state: str, duration_ms: float = 0.0, /, **changes: A
 def outcome(slab_handle: int, former_epoch: str = "") -> rec.SyncOutcome:
     return rec.SyncOutcome(
         at_ns=1, session_id=f"s{slab_handle}", slab_handle=slab_handle, ok=True, reason=Reason.OK,
-        num_tokens=10, token_start=3, bytes=4096, duration_ms=0.0, former_epoch=former_epoch,
+        num_tokens=10, token_start=3, bytes=4096, duration_ms=0.0, reserved_ms=0.0,
+        transferring_ms=0.0, ready_ms=0.0, former_epoch=former_epoch,
     )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def test_an_attempt_without_an_outcome_is_open_and_its_times_are_those_of_the_lo
         rec.SyncOutcome(
             at_ns=77, session_id="s1", slab_handle=1, ok=False, reason=Reason.DAEMON_RESTARTED, num_tokens=10,
             token_start=3, bytes=4096, duration_ms=8250.5, reserved_ms=1250.5, transferring_ms=7000.0,
-            former_epoch="e1",
+            ready_ms=0.0, former_epoch="e1",
         ),
     ]  # fmt: skip
 

@@ -1,6 +1,8 @@
 """D's side over a real daemon: pushes in steps, how they end, and what is left when D or the daemon goes."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,10 +30,11 @@ from raw_client import LogFollower, running, wait_for
 from snapd.client import Client
 from snapd.core import records as rec
 from snapd.core.events import State
+from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest, LayoutMismatch, Reason
 from snapd.kv.checksum import plane_checksum
 from snapd.kv.copy import GatherJob, gather
-from snapd.kv.push import Pusher
+from snapd.kv.push import Pusher, _few_writes
 from snapd.layout import Namespace
 from snapd.links import Link
 from snapd.transport.base import TicketState, Write
@@ -492,3 +495,56 @@ def test_a_killed_d_ends_the_quarantine_that_its_timeout_began(start_daemon: Cal
         d.signal(signal.SIGKILL)
         wait_for(pair.is_all_free, "the quarantine is over", PATIENCE_S)
         assert record(daemon, rec.SlabReleased, d.handle).why == "writer-gone"
+
+
+# --- as few writes as there can be -------------------------------------------------------------------
+
+
+def staged_planes(sizes_bytes: Sequence[int], gap_bytes: int) -> list[torch.Tensor]:
+    storage = torch.zeros(sum(sizes_bytes) + gap_bytes * len(sizes_bytes), dtype=torch.uint8)
+    planes, start = [], 0
+    for size_bytes in sizes_bytes:
+        planes.append(storage[start : start + size_bytes])
+        start += size_bytes + gap_bytes
+    return planes
+
+
+def test_neighbours_that_lie_alike_are_one_write_with_the_padding_between_them() -> None:
+    source, target = staged_planes([100, 50, 30], 28), staged_planes([100, 50, 30], 28)
+    base = target[0].data_ptr() - 512
+    assert _few_writes(source, target, base, [Extent(512, 300)]) == [Write(source[0].data_ptr(), 512, 236)]
+
+
+def test_planes_that_lie_otherwise_are_writes_of_their_own() -> None:
+    source, target = staged_planes([100, 50], 0), staged_planes([100, 50], 28)
+    base = target[0].data_ptr()
+    assert _few_writes(source, target, base, [Extent(0, 300)]) == [
+        Write(source[0].data_ptr(), 0, 100), Write(source[1].data_ptr(), 128, 50),
+    ]  # fmt: skip
+
+
+def test_no_write_crosses_from_one_extent_into_another() -> None:
+    source, target = staged_planes([100, 50], 28), staged_planes([100, 50], 28)
+    writes = _few_writes(source, target, target[0].data_ptr(), [Extent(0, 128), Extent(128, 128)])
+    assert [write.size_bytes for write in writes] == [100, 50]
+
+
+def test_nothing_is_read_between_two_allocations_that_only_happen_to_be_neighbours() -> None:
+    whole = torch.zeros(256, dtype=torch.uint8)
+    parts = [torch.frombuffer(whole.numpy(), dtype=torch.uint8, count=100, offset=at) for at in (0, 128)]
+    target = staged_planes([100, 100], 28)
+    assert len(_few_writes(parts, target, target[0].data_ptr(), [Extent(0, 300)])) == 2
+
+
+# --- without torch -----------------------------------------------------------------------------------
+
+
+def test_without_torch_it_says_how_to_get_it() -> None:
+    script = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
+import snapd.kv
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "pip install 'kv-snapd[kv]'" in ended.stderr and ended.returncode == 1
