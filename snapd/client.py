@@ -106,6 +106,11 @@ class _Facts:
         return self._exchange.reconnects
 
     @property
+    def is_connected(self) -> bool:
+        """There is a connection that has said hello, as far as is known without asking."""
+        return self._exchange.is_open
+
+    @property
     def in_flight(self) -> int:
         """Calls under way."""
         return self._exchange.in_flight

@@ -9,7 +9,7 @@ Source: design, sections 3 and 8.
 import contextlib
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ import torch
 from snapd import calls
 from snapd.client import Client, Pending
 from snapd.errors import ConnectionProblem, InvalidRequest, Reason, RequestError, SnapdError
-from snapd.kv.checksum import ChecksumAccumulator, PlaneChecksum, checksums_equal, plane_checksum
+from snapd.kv.checksum import CHUNK_BYTES, ChecksumAccumulator, PlaneChecksum, checksums_equal, plane_checksum
 from snapd.kv.copy import ScatterJob
 from snapd.kv.pool import KVPool
 from snapd.kv.slabs import Slabs
@@ -33,6 +33,7 @@ from snapd.wire import (
 )
 
 STEP_BYTES: Final = 64 * 1024 * 1024
+_VOTES_MAX: Final = 2
 _MOD: Final = 1 << 64
 _WORD_BYTES: Final = 8
 _ANSWER_S: Final = 1.0
@@ -94,6 +95,10 @@ class Ingester:
         keep_on_alloc_failure: leave the snapshot READY when there are no slots, to try again later.
         keep_on_missing_prefix: leave a suffix READY when the tree lacks what it builds on. Without it the
             attempt ends at once, and other ranks that wait for this one's vote are told.
+        agree: for an engine whose ranks must not differ even when the daemon dies between two of its
+            answers. Called once an ingest, on every rank, with the slab_handle and whether this rank heard
+            "commit"; returns what rank 0 heard, passed on in the engine's own process group. A rank that did
+            not vote ok ignores the answer, which can only be "abort".
         verify: compare checksums. Off is for the tests that show what verification is for.
     """
 
@@ -107,6 +112,7 @@ class Ingester:
         *,
         keep_on_alloc_failure: bool = True,
         keep_on_missing_prefix: bool = True,
+        agree: Callable[[int, bool], bool] | None = None,
         verify: bool = True,
     ) -> None:
         self.client = client
@@ -117,6 +123,7 @@ class Ingester:
         self.layout_fingerprint = fingerprint(self.layout)
         self.keep_on_alloc_failure = keep_on_alloc_failure
         self.keep_on_missing_prefix = keep_on_missing_prefix
+        self.agree = agree
         self.verify = verify
         self.slabs = Slabs(client, writable=False)
         client.declare_layout(rank, self.layout)
@@ -171,6 +178,8 @@ class IngestJob:
         self._vote: Pending[VoteRep] | None = None
         self._token_ids: Sequence[int] = ()
         self._resident_tokens = 0
+        self._votes_cast = 0
+        self._has_agreed = False
         self.decision: VoteRep | None = None
         # A lease belongs to the epoch in which it is given.
         self._epoch = ingester.client.epoch
@@ -224,28 +233,36 @@ class IngestJob:
 
     def step(self, max_bytes: int) -> bool:
         """Move up to *max_bytes*, or look for the decision, without waiting; return whether it ended."""
-        try:
-            if self._phase is _Phase.SCATTER:
-                self._step_scatter(max_bytes)
-            elif self._phase is _Phase.VOTE and self._vote is not None:
-                reply = self._vote.poll()
-                if reply is not None:
-                    self._decide(reply)
-        except SnapdError as error:
-            self._fail(error)
-        except Exception:
-            self._abandon()
-            raise
+        if self._phase is _Phase.SCATTER:
+            self._guard(lambda: self._step_scatter(max_bytes))
+        elif self._phase is _Phase.VOTE:
+            self._guard(self._poll_vote)
         return self.done
 
     def wait(self) -> None:
         """Wait for the other ranks' votes; does nothing while there are bytes to move."""
-        if self._phase is not _Phase.VOTE or self._vote is None:
-            return
+        if self._phase is _Phase.VOTE:
+            self._guard(self._await_vote)
+
+    def cancel(self) -> bool:
+        """Give the ingest up, for instance because its request was aborted; the snapshot stays READY.
+
+        Returns:
+            False when the vote is cast: the other ranks may insert, so step on until the decision.
+        """
+        if self._phase is _Phase.VOTE:
+            return False
+        if not self.done:
+            self._vote_no(Reason.INGEST_FAILED, keep=True)
+        return True
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        """Do a step; whatever goes wrong in it, nothing stays lent, pinned or leased."""
         try:
-            self._decide(self._vote.wait())
-        except SnapdError as error:
-            self._fail(error)
+            try:
+                act()
+            except SnapdError as error:
+                self._fail(error)
         except Exception:
             self._abandon()
             raise
@@ -292,6 +309,10 @@ class IngestJob:
             return
         self._voted_s = time.monotonic()
         self._phase = _Phase.VOTE
+        self._cast_vote()
+
+    def _cast_vote(self) -> None:
+        self._votes_cast += 1
         self._vote = self._in.client.submit(
             calls.vote(
                 self._handle,
@@ -304,10 +325,24 @@ class IngestJob:
             )
         )
 
+    def _poll_vote(self) -> None:
+        assert self._vote is not None
+        reply = self._vote.poll()
+        if reply is not None:
+            self._decide(reply)
+
+    def _await_vote(self) -> None:
+        assert self._vote is not None
+        self._decide(self._vote.wait())
+
     def _decide(self, reply: VoteRep) -> None:
         self.decision = reply
-        if not reply.commit:
-            self._finish(reply.reason)
+        self._settle(reply.reason, commit=reply.commit)
+
+    def _settle(self, reason: Reason, *, commit: bool) -> None:
+        """Insert or do not, as the ranks agree: the daemon may have died between two of its answers."""
+        if not self._agree(commit):
+            self._finish(Reason.ROUND_ABORTED if reason is Reason.OK else reason)
             return
         if self._slots is not None:
             slots, self._slots = self._slots, None
@@ -329,11 +364,24 @@ class IngestJob:
         self._finish(reason)
 
     def _fail(self, error: SnapdError) -> None:
-        """Nothing was decided as far as this rank knows: do not insert."""
+        """Nothing was decided as far as this rank knows: ask again, or do not insert."""
         if self._phase is _Phase.SCATTER:
             self._vote_no(_reason_of(error), keep=False)
-        else:
-            self._finish(_reason_of(error))
+        elif isinstance(error, ConnectionProblem) and self._votes_cast < _VOTES_MAX:
+            # The daemon remembers its answer.
+            try:
+                self._cast_vote()
+            except SnapdError as second_error:
+                self._settle(_reason_of(second_error), commit=False)
+        elif self._phase is _Phase.VOTE:
+            self._settle(_reason_of(error), commit=False)
+
+    def _agree(self, commit: bool) -> bool:
+        """Ask the other ranks' common answer, once; without them it is this rank's own."""
+        if self._in.agree is None or self._has_agreed:
+            return commit
+        self._has_agreed = True
+        return self._in.agree(self._handle, commit)
 
     def _abandon(self) -> None:
         """The engine's own code raised: nothing stays lent, pinned or leased because of it.
@@ -359,6 +407,8 @@ class IngestJob:
         self._result = SnapshotFinalizeIngestReqOutput(
             ok=is_ok, reason=reason, num_tokens=self._lease.num_tokens if is_ok else 0
         )
+        # The other ranks wait for this one's part of the agreement, whatever came of it here.
+        self._agree(commit=False)
 
 
 _VOTES: Final = frozenset({
@@ -398,27 +448,44 @@ class _VerifiedScatter:
             # The cut is inside a word: sum and scatter a private copy, so that what is summed is used.
             planes = [plane.clone() for plane in planes]
             self._whole = tuple(plane_checksum(plane) for plane in planes) if verify else ()
-        self._heads = [plane[:skip] for plane, skip in zip(planes, skips_bytes, strict=True)]
+        self._head_sums = [ChecksumAccumulator() for _ in planes]
+        heads = [plane[:skip] for plane, skip in zip(planes, skips_bytes, strict=True)]
+        self._todo = _chunks(self._head_sums, heads if verify and self._whole is None else ())
+        self._next_head = next(self._todo, None)
         self._skips_bytes = skips_bytes
         tails = [plane[skip:] for plane, skip in zip(planes, skips_bytes, strict=True)]
         self._job = None if slots is None else ScatterJob(pool, slots, tails, checksum=verify)
 
     def step(self, max_bytes: int) -> bool:
-        """Move some bytes; return whether all were moved."""
-        return self._job is None or self._job.step(max_bytes)
+        """Sum or move some bytes, at least one piece; return whether all were."""
+        done_bytes = 0
+        while self._next_head is not None:
+            if done_bytes >= max_bytes:
+                return False
+            sums, chunk = self._next_head
+            sums.add(chunk)
+            done_bytes += chunk.numel()
+            self._next_head = next(self._todo, None)
+        return self._job is None or self._job.step(max_bytes - done_bytes)
 
     def checksums(self) -> tuple[PlaneChecksum, ...]:
         """Return the checksum of every plane, shape [num_planes]."""
         if self._whole is not None:
             return self._whole
-        tails = self._job.checksums if self._job is not None else ((0, 0),) * len(self._heads)
+        tails = self._job.checksums if self._job is not None else ((0, 0),) * len(self._head_sums)
         sums: list[PlaneChecksum] = []
-        for head, tail, skip_bytes in zip(self._heads, tails, self._skips_bytes, strict=True):
-            accumulator = ChecksumAccumulator()
-            if head.numel():
-                accumulator.add(head)
-            head0, head1 = accumulator.value
+        for head, tail, skip_bytes in zip(self._head_sums, tails, self._skips_bytes, strict=True):
+            head0, head1 = head.value
             # The tail's positions start at 1; this moves them behind the head's.
             moved1 = tail[1] + skip_bytes // _WORD_BYTES * tail[0]
             sums.append(((head0 + tail[0]) % _MOD, (head1 + moved1) % _MOD))
         return tuple(sums)
+
+
+def _chunks(
+    sums: Sequence[ChecksumAccumulator], planes: Sequence[torch.Tensor]
+) -> Iterator[tuple[ChecksumAccumulator, torch.Tensor]]:
+    for accumulator, plane in zip(sums, planes, strict=False):
+        if plane.numel():
+            for chunk in torch.split(plane, CHUNK_BYTES):
+                yield accumulator, chunk

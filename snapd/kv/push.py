@@ -321,6 +321,7 @@ class PushJob:
             self._result = refused(error)
             return
         pusher.begin(self.grant.slab_handle)
+        self._reconnects = pusher.client.reconnects
         self._slots = slots[self.grant.token_start :]
         try:
             pusher.client.transfer_started(self.grant.slab_handle, epoch=self.grant.epoch)
@@ -389,6 +390,11 @@ class PushJob:
         ended = self._pusher.take_end(grant.slab_handle)
         if ended is not None:
             raise _ended_early(ended)
+        client = self._pusher.client
+        if not client.is_connected or client.reconnects != self._reconnects:
+            # The end may have been told to the connection that is gone: ask before another byte is written.
+            client.transfer_started(grant.slab_handle, epoch=grant.epoch)
+            self._reconnects = client.reconnects
 
     def _advance(self, grant: Grant, max_bytes: int) -> None:
         pusher = self._pusher

@@ -24,7 +24,7 @@ from raw_client import LogFollower, running, wait_for
 
 from snapd.core import records as rec
 from snapd.core.events import State
-from snapd.errors import Reason
+from snapd.errors import ConnectionLost, Reason, RequestTimeout, SnapdError, StaleHandle
 from snapd.kv.ingest import IngestJob
 from snapd.units import MS_PER_S
 from snapd.wire import SnapshotFinalizeIngestReqInput
@@ -195,3 +195,112 @@ def test_a_rank_that_was_killed_is_no_at_the_leases_deadline_and_a_later_round_s
         assert all(x.ok for x in pair.ingest("s", tokens_of(40), handle))
         ended = [(x.rank, x.reason) for x in records(daemon, rec.LeaseEnded, handle)]
         assert (1, Reason.LEASE_EXPIRED) in ended
+
+
+# --- what the ranks agree on among themselves --------------------------------------------------------
+
+
+class Silent:
+    """A vote whose answer never comes: the connection is lost, or too slow."""
+
+    def __init__(self, error: SnapdError) -> None:
+        self._error = error
+
+    def poll(self) -> None:
+        raise self._error
+
+    wait = poll
+
+
+def test_every_rank_takes_part_in_the_agreement_once_whatever_came_of_it(daemon: Any) -> None:
+    """A collective operation of the engine must find all ranks there."""
+    with paired(daemon, num_ranks=2) as pair:
+        heard: list[tuple[int, bool]] = []
+        for rank, ingester in enumerate(pair.ingesters):
+            ingester.agree = lambda _, commit, rank=rank: heard.append((rank, commit)) or commit
+        handle = pair.ready("s", tokens_of(40))
+        assert all(x.ok for x in pair.ingest("s", tokens_of(40), handle))
+        assert sorted(heard) == [(0, True), (1, True)]
+        heard.clear()
+        handle = pair.ready("t", tokens_of(48))
+        pair.trees[1].limit_tokens = 0
+        pair.ingesters[1].keep_on_alloc_failure = False
+        assert not any(x.ok for x in pair.ingest("t", tokens_of(48), handle))
+        assert sorted(heard) == [(0, False), (1, False)]
+        assert not any(x.ok for x in pair.ingest("t", tokens_of(48), handle)), "no lease"
+        assert sorted(heard) == [(0, False)] * 2 + [(1, False)] * 2
+
+
+@pytest.mark.parametrize("rank_0_heard", [True, False])
+def test_a_rank_that_heard_nothing_does_as_rank_0_heard(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch, rank_0_heard: bool
+) -> None:
+    """The daemon died between its two answers."""
+    with paired(daemon, num_ranks=2) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        pair.ingesters[1].agree = lambda *_: rank_0_heard
+        if not rank_0_heard:
+            pair.ingesters[0].agree = lambda *_: False
+        submit = pair.ps[1].submit
+
+        def cast_and_hear_nothing(call: Any) -> Silent:
+            submit(call)
+            return Silent(ConnectionLost("the connection ended"))
+
+        monkeypatch.setattr(pair.ps[1], "submit", cast_and_hear_nothing)
+        answers = pair.ingest("s", tokens_of(40), handle)
+        assert [answer.ok for answer in answers] == [rank_0_heard] * 2
+        assert [len(tree.inserts) for tree in pair.trees] == [int(rank_0_heard)] * 2
+
+
+def test_a_vote_whose_answer_was_lost_is_cast_once_more(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        submit = pair.ps[0].submit
+        calls: list[Any] = []
+
+        def lose_the_first_answer(call: Any) -> Any:
+            calls.append(call)
+            pending = submit(call)
+            if len(calls) > 1:
+                return pending
+            pending.wait()
+            return Silent(RequestTimeout("no reply"))
+
+        monkeypatch.setattr(pair.ps[0], "submit", lose_the_first_answer)
+        assert pair.ingest("s", tokens_of(40), handle)[0].ok
+        assert len(calls) == 2
+
+
+def test_a_vote_that_cannot_even_be_cast_again_is_no(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        answers: list[Any] = [Silent(ConnectionLost("gone")), StaleHandle("another epoch")]
+
+        def next_answer(_: Any) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(pair.ps[0], "submit", next_answer)
+        answer = pair.ingest("s", tokens_of(40), handle)[0]
+        assert (answer.ok, answer.reason) == (False, Reason.STALE_HANDLE)
+        assert pair.trees[0].inserts == []
+
+
+def test_an_ingest_can_be_given_up_until_its_vote_is_cast(daemon: Any) -> None:
+    with paired(daemon, num_ranks=2) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        job = pair.ingesters[0].start("s", tokens_of(40), handle)
+        assert job.cancel()
+        assert (job.result.ok, job.result.reason) == (False, Reason.INGEST_FAILED)
+        assert job.cancel(), "again"
+        pair.check()
+        assert pair.view(handle).state is State.READY
+        job = pair.ingesters[0].start("s", tokens_of(40), handle)
+        while not job.is_waiting:
+            job.step(1 << 20)
+        assert not job.cancel(), "the others may insert"
+        other = pair.ingesters[1].start("s", tokens_of(40), handle)
+        assert all(x.ok for x in finish_all([job, other]))

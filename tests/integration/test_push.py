@@ -1,6 +1,7 @@
 """D's side over a real daemon: pushes in steps, how they end, and what is left when D or the daemon goes."""
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -495,6 +496,31 @@ def test_a_killed_d_ends_the_quarantine_that_its_timeout_began(start_daemon: Cal
         d.signal(signal.SIGKILL)
         wait_for(pair.is_all_free, "the quarantine is over", PATIENCE_S)
         assert record(daemon, rec.SlabReleased, d.handle).why == "writer-gone"
+
+
+def test_after_a_lost_connection_it_asks_before_another_byte_is_written(daemon: Any) -> None:
+    """The end was told to a connection that is gone; the slab may have another owner by now."""
+    with paired(daemon) as pair, Client(str(daemon.socket_path)) as operator:
+        job, handle = begun(pair)
+        written_bytes = job.bytes_done
+        sock = pair.d._link._channel.sock
+        assert sock is not None
+        sock.shutdown(socket.SHUT_RDWR)
+        operator.abort(handle)
+        assert job.step(1)
+        assert (job.result.ok, job.result.reason) == (False, Reason.STALE_HANDLE)
+        assert job.bytes_done <= written_bytes
+        assert pair.is_all_free(), "with drain proof"
+
+
+def test_a_lost_connection_alone_does_not_end_a_push(daemon: Any) -> None:
+    with paired(daemon) as pair:
+        job, handle = begun(pair)
+        sock = pair.d._link._channel.sock
+        assert sock is not None
+        sock.shutdown(socket.SHUT_RDWR)
+        assert finish(job).result.ok
+        assert pair.ingest("s", TOKENS, handle)[0].ok
 
 
 # --- as few writes as there can be -------------------------------------------------------------------
