@@ -1,6 +1,7 @@
 """``snapd serve`` in a process of its own, for the fixtures ``daemon`` and ``start_daemon``."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -18,6 +19,15 @@ def clean_environment() -> dict[str, str]:
     """Return this process's environment without what configures snapd."""
     left_out = ("SNAPD_", "RUNTIME_DIRECTORY", "LOGS_DIRECTORY", "STATE_DIRECTORY", "NOTIFY_SOCKET")
     return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_the_tests() -> None:
+    """In the child: a test run that is killed leaves no daemon behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class DaemonProcess:
@@ -54,7 +64,11 @@ class DaemonProcess:
         self.expected_status = 0
         with self.stderr_path.open("ab") as stderr:
             process = subprocess.Popen(
-                command, env=clean_environment(), stdin=subprocess.DEVNULL, stderr=stderr
+                command,
+                env=clean_environment(),
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                preexec_fn=_end_with_the_tests,
             )
         deadline_s = time.monotonic() + START_S
         while not self._accepts():
