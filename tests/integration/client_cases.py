@@ -7,6 +7,8 @@ import socket
 import threading
 from pathlib import Path
 
+import pytest
+
 from snapd import calls
 from snapd.client import AsyncClient, Client
 from snapd.core.events import State
@@ -332,3 +334,27 @@ def wait_until(is_true):
 
 def num_fds():
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --- fixtures, for the files that import them -------------------------------------------------------
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    fake = FakeDaemon(tmp_path / "snapd.sock")
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
+def drive(request, daemon):
+    """Make a driver; it is closed at the end."""
+    drivers = []
+
+    def make(**options):
+        drivers.append(request.param(daemon.path, **options))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.end()

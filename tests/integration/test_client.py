@@ -24,6 +24,8 @@ from client_cases import (
     SyncDriver,
     begin,
     connected,
+    daemon,
+    drive,
     ended,
     num_fds,
     serve_one_ping,
@@ -67,27 +69,6 @@ OPERATIONS = [
     "abort", "begin_ingest", "commit", "declare_layout", "drain", "drained", "get", "list_sessions", "lookup",
     "ping", "prepare_receive", "stats", "transfer_failed", "transfer_started", "vote",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    fake = FakeDaemon(tmp_path / "snapd.sock")
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
-def drive(request, daemon):
-    """Make a driver; it is closed at the end."""
-    drivers = []
-
-    def make(**options):
-        drivers.append(request.param(daemon.path, **options))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.end()
 
 
 # --- the operations ----------------------------------------------------------------------------

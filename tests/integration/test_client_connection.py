@@ -4,10 +4,9 @@ import pytest
 from client_cases import (
     COMMIT,
     PREPARE,
-    AsyncDriver,
-    FakeDaemon,
-    SyncDriver,
     begin,
+    daemon,
+    drive,
     hello_rep,
     serve_one_ping,
 )
@@ -41,27 +40,6 @@ from snapd.wire import (
 )
 
 LAYOUT = Layout((64, 64), (64, 64))
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    fake = FakeDaemon(tmp_path / "snapd.sock")
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
-def drive(request, daemon):
-    """Make a driver; it is closed at the end."""
-    drivers = []
-
-    def make(**options):
-        drivers.append(request.param(daemon.path, **options))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.end()
 
 
 # --- the connection ends -----------------------------------------------------------------------

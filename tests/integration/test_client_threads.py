@@ -12,10 +12,11 @@ from client_cases import (
     SHORT_S,
     VOTE,
     AsyncDriver,
-    FakeDaemon,
     SyncDriver,
     begin,
     connected,
+    daemon,
+    drive,
     ended,
     in_thread,
     transition,
@@ -40,28 +41,6 @@ from snapd.wire import (
     WatchLost,
     WatchReq,
 )
-
-
-@pytest.fixture
-def daemon(tmp_path):
-    fake = FakeDaemon(tmp_path / "snapd.sock")
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
-def drive(request, daemon):
-    """Make a driver; it is closed at the end."""
-    drivers = []
-
-    def make(**options):
-        drivers.append(request.param(daemon.path, **options))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.end()
-
 
 # --- threads -----------------------------------------------------------------------------------
 
