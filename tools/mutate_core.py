@@ -29,8 +29,8 @@ import click
 
 ROOT: Final = Path(__file__).parents[1]
 MODULES: Final = (
-    "lives.py", "admission.py", "quarantine.py", "buffer.py", "directory.py", "books.py", "session.py",
-    "machine.py", "fsm.py", "slab.py", "lru.py",
+    "lives.py", "course.py", "admission.py", "quarantine.py", "buffer.py", "directory.py", "books.py",
+    "session.py", "machine.py", "fsm.py", "slab.py", "lru.py",
 )  # fmt: skip
 # Quick ones first: most mutants fail there.
 TESTS: Final = (

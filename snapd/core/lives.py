@@ -3,68 +3,23 @@
 Source: design, section 3.
 """
 
-from collections.abc import Callable
 from typing import Final
 
 from snapd.core import events as e
 from snapd.core import records as r
-from snapd.core.books import Books
-from snapd.core.events import FINAL_STATES, State
-from snapd.core.fsm import (
-    NEVER_KEPT,
-    STATE_TIMER,
-    STATE_TIMER_REASON,
-    TRANSFER_FAILED_REASONS,
-    VOTE_NO_REASONS,
-)
-from snapd.core.quarantine import Quarantine
-from snapd.core.session import STARTER, Lease, Session, Shard, shard_plane_offsets_bytes, transfer_time_ns
-from snapd.errors import InvariantBroken, Reason
-from snapd.units import NS_PER_MS, ms_to_ns
+from snapd.core.course import Course, repeat_key
+from snapd.core.events import State
+from snapd.core.fsm import NEVER_KEPT, STATE_TIMER_REASON, TRANSFER_FAILED_REASONS, VOTE_NO_REASONS
+from snapd.core.session import STARTER, Lease, Session, Shard, shard_plane_offsets_bytes
+from snapd.errors import Reason
+from snapd.units import ms_to_ns
 
-# Start, fail, abort, drained, a commit and some rounds of votes.
-ANSWERS_MAX_PER_RANK: Final = 32
 # The same vote, cast again because no answer has come yet.
 VOTES_WAITING_MAX: Final = 64
 
 
-def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
-    """Return what a message and its exact repeat share; None: nobody waits for an answer."""
-    match event:
-        case e.TransferStarted():
-            return ("start",)
-        case e.RankCommitted():
-            return ("commit", event.rank, event.num_bytes, event.num_tokens, event.checksums)
-        case e.TransferFailed():
-            return ("fail", event.rank, event.reason)
-        case e.AbortAsked():
-            return ("abort",)
-        case e.VoteCast(ok=True):
-            return _yes_key(event.rank, event.lease_id)
-        case e.VoteCast():
-            return ("vote", event.rank, event.lease_id, False, event.reason, event.keep)
-        case e.WriterDrained():
-            return ("drained", event.rank)
-        case e.LeaseAsked():
-            return ("lease", event.rank)
-    return None
-
-
-def _yes_key(rank: int, lease_id: int) -> tuple[object, ...]:
-    # Why not, and whether to keep it all the same, mean nothing with a "yes".
-    return ("vote", rank, lease_id, True)
-
-
-class Lives:
-    """The actions. ``allowed`` holds the successors that the table gives for the present event."""
-
-    def __init__(self, books: Books, quarantine: Quarantine, take: Callable[[e.SessionEvent], None]) -> None:
-        self._books = books
-        self._out = books.outbox
-        self._quarantine = quarantine
-        self._take = take
-        self._last_lease_id = 0
-        self.allowed: tuple[State, ...] = ()
+class Lives(Course):
+    """The actions, one a cell of the table."""
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -316,39 +271,6 @@ class Lives:
         is_read = any(lease is not None and not lease.has_voted for lease in leases)
         return session.state if session.abort_wanted is None or is_read else State.ABORTED
 
-    def _end_lease(self, session: Session, shard: Shard, reason: Reason, state: State | None = None) -> None:
-        """End a rank's lease; a vote that waits is answered with the decision.
-
-        Args:
-            session: the attempt.
-            shard: whose lease.
-            reason: of the decision; ``ok`` is "commit".
-            state: the attempt's state after the decision; the present one by default.
-        """
-        lease = shard.lease
-        assert lease is not None
-        shard.lease = None
-        is_ok = reason is Reason.OK
-        self._out.cancel((e.TimerKind.LEASE, session.handle, shard.rank))
-        self._out.record(
-            r.LeaseEnded(
-                at_ns=self._out.now_ns,
-                cause_id=self._out.cause_id,
-                session_id=session.session_id,
-                slab_handle=session.handle,
-                rank=shard.rank,
-                lease_id=lease.lease_id,
-                ok=is_ok,
-                reason=reason,
-                duration_ms=(self._out.now_ns - lease.granted_ns) / NS_PER_MS,
-            )
-        )
-        decided = e.Decided(commit=is_ok, reason=reason, state=state or session.state)
-        for cause_id in lease.waiting:
-            self._out.reply(decided, cause_id)
-        if lease.has_voted:
-            self._remember(session, _yes_key(shard.rank, lease.lease_id), decided)
-
     def _settle(self, session: Session) -> None:
         """A lease has ended: do what waited for it, or let the snapshot be evictable again."""
         if session.state is not State.READY or session.is_leased:
@@ -405,172 +327,3 @@ class Lives:
             return True
         self._end(session, State.ABORTED, reason, drained_ranks)
         return False
-
-    def _end(
-        self,
-        session: Session,
-        state: State,
-        reason: Reason,
-        drained_ranks: tuple[int, ...] | list[int] = (),
-        proof: r.ReleaseWhy = "drained",
-        corrupt_rank: int | None = None,
-    ) -> None:
-        """End the attempt: leases, state, bytes, tables, outcome, in that order.
-
-        Args:
-            session: the attempt.
-            state: INGESTED or ABORTED.
-            reason: why.
-            drained_ranks: shards in which no write can still land, although they are not committed.
-            proof: how that is known.
-            corrupt_rank: the shard whose bytes did not match: whoever wrote there may go on.
-        """
-        conn_ids = set(session.told_conn_ids.values())
-        reading: dict[int, Lease] = {}
-        for shard in session.shards.values():
-            if shard.lease is not None:
-                conn_ids.add(shard.lease.conn_id)
-                if not shard.lease.has_voted:
-                    reading[shard.rank] = shard.lease
-                self._end_lease(session, shard, reason, state)
-        self._enter(session, state, reason)
-        drain_wanted = False
-        for shard in session.shards.values():
-            extents, shard.extents = shard.extents, ()
-            if shard.rank == corrupt_rank:
-                self._quarantine.hold(session, shard.rank, extents, "corrupt")
-            elif shard.rank in reading:
-                self._quarantine.hold(session, shard.rank, extents, "leased", reading[shard.rank])
-            elif shard.is_committed:
-                self._quarantine.free(session, shard.rank, extents, "final")
-            elif shard.rank in drained_ranks:
-                self._quarantine.free(session, shard.rank, extents, proof)
-            else:
-                drain_wanted = True
-                self._quarantine.hold(session, shard.rank, extents, "undrained")
-        self._record_outcome(session)
-        for conn_id in sorted(conn_ids - {0}):
-            self._out.tell(
-                e.EndTold(conn_id, session.handle, session.session_id, state, reason, drain_wanted)
-            )
-        self._bury(session)
-
-    def _bury(self, session: Session) -> None:
-        """Move an ended attempt from the open ones to the bounded history."""
-        books = self._books
-        books.lru.discard(session.handle)
-        books.directory.remove(session)
-        books.page_keys_held -= len(session.page_keys)
-        session.page_keys = ()  # The history keeps what a repeat needs, and page keys can be many.
-        del books.open[session.handle]
-        books.ended[session.handle] = session
-        if session.handle not in books.buffer.quarantine:
-            books.forget_writer(session.writer_id, session.handle)
-        while len(books.ended) > books.settings.ended_history_max:
-            books.ended.popitem(last=False)
-
-    def _record_outcome(self, session: Session) -> None:
-        self._books.outcomes[session.reason] += 1
-        now_ns = self._out.now_ns
-        spent_ms = {state: ns / NS_PER_MS for state, ns in session.spent_ns.items()}
-        self._out.record(
-            r.SyncOutcome(
-                at_ns=now_ns,
-                cause_id=self._out.cause_id,
-                session_id=session.session_id,
-                slab_handle=session.handle,
-                ok=session.state is State.INGESTED,
-                reason=session.reason,
-                num_tokens=session.num_tokens,
-                token_start=session.token_start,
-                bytes=session.total_bytes,
-                duration_ms=(now_ns - session.created_ns) / NS_PER_MS,
-                reserved_ms=spent_ms.get(State.RESERVED, 0.0),
-                transferring_ms=spent_ms.get(State.TRANSFERRING, 0.0),
-                ready_ms=spent_ms.get(State.READY, 0.0),
-                ranks=tuple(session.shards),
-            )
-        )
-
-    # --- the state itself ----------------------------------------------------------------------
-
-    def _enter(self, session: Session, state: State, reason: Reason) -> None:
-        """Change the state: the one place that does.
-
-        Raises:
-            InvariantBroken: the table does not let the event lead there.
-        """
-        if state not in self.allowed or session.state in FINAL_STATES:
-            raise InvariantBroken(f"attempt {session.handle} may not go from {session.state} to {state}")
-        now_ns = self._out.now_ns
-        spent_ns = now_ns - session.state_since_ns
-        self._out.record(
-            r.SessionTransition(
-                at_ns=now_ns,
-                cause_id=self._out.cause_id,
-                session_id=session.session_id,
-                slab_handle=session.handle,
-                from_state=session.state,
-                to_state=state,
-                reason=reason,
-                num_tokens=session.num_tokens,
-                token_start=session.token_start,
-                bytes=session.total_bytes,
-                duration_ms=spent_ns / NS_PER_MS,
-                newer_handle=session.newer_handle,
-            )
-        )
-        session.spent_ns[session.state] = spent_ns
-        session.state = state
-        session.reason = reason
-        self.start_clock(session)
-
-    def start_clock(self, session: Session) -> None:
-        """Start the clock of the state just entered; a final state has none."""
-        now_ns = self._out.now_ns
-        settings = self._books.settings
-        session.state_since_ns = now_ns
-        match session.state:
-            case State.RESERVED:
-                session.deadline_ns = now_ns + ms_to_ns(settings.reserve_timeout_ms)
-            case State.TRANSFERRING:
-                bytes_ns = transfer_time_ns(session.total_bytes, settings.transfer_min_mb_per_s)
-                session.deadline_ns = now_ns + ms_to_ns(settings.transfer_timeout_ms) + bytes_ns
-            case State.READY:
-                session.deadline_ns = now_ns + ms_to_ns(settings.ready_ttl_ms)
-            case _:
-                session.deadline_ns = 0
-                self._out.cancel((e.TimerKind.STATE, session.handle, 0))
-                return
-        self._arm_state(session)
-
-    def _arm_state(self, session: Session) -> None:
-        timer = STATE_TIMER[session.state]
-        self._out.arm(
-            (e.TimerKind.STATE, session.handle, 0),
-            timer(at_ns=0, slab_handle=session.handle, deadline_ns=session.deadline_ns),
-        )
-
-    # --- answers -------------------------------------------------------------------------------
-
-    def _answer(self, session: Session, event: e.SessionEvent, result: e.Result) -> None:
-        """Answer, and keep the answer for an exact repeat."""
-        key = repeat_key(event)
-        if key is not None:
-            self._remember(session, key, result)
-        self._out.reply(result)
-
-    @staticmethod
-    def _remember(session: Session, key: tuple[object, ...], result: e.Result) -> None:
-        session.answers[key] = result
-        # Only votes that keep the snapshot can go on for ever; their oldest answers go first.
-        while len(session.answers) > ANSWERS_MAX_PER_RANK * len(session.shards):
-            del session.answers[next(kept for kept in session.answers if kept[0] == "vote")]
-
-    def _repeat(self, session: Session, event: e.SessionEvent, detail: str) -> None:
-        """Give an exact repeat its first answer; anything else is refused."""
-        answer = session.answers.get(repeat_key(event) or ())
-        if answer is not None:
-            self._out.reply(answer)
-        else:
-            self._out.refuse(Reason.WRONG_STATE, detail)

@@ -15,9 +15,10 @@ from typing import Any, Final
 from snapd.core import events as e
 from snapd.core.admission import Admission
 from snapd.core.books import Books
+from snapd.core.course import repeat_key
 from snapd.core.events import FINAL_STATES, State
 from snapd.core.fsm import ABSORBED, REJECTED, TRANSITIONS
-from snapd.core.lives import Lives, repeat_key
+from snapd.core.lives import Lives
 from snapd.core.quarantine import Quarantine
 from snapd.core.session import Session, SessionView, Settings, ShardView, Statistics
 from snapd.core.slab import Extent, SlabAllocator

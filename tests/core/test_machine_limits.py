@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from core_driver import TWO_PLANES, Driver, layout_of, refused
 
@@ -319,6 +320,16 @@ def busy() -> tuple[Driver, int, int, int, int]:
 
 
 SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
+    "page keys held": (
+        lambda m, en, rs, rd, ls: setattr(m.books, "page_keys_held", 2),
+        "number of page keys",
+    ),
+    "page keys over": (
+        lambda m, en, rs, rd, ls: setattr(
+            m.books, "settings", msgspec.structs.replace(m.books.settings, page_keys_total_max=0)
+        ),
+        "more page keys are held",
+    ),
     "handle": (lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "handle", 5), "is open, and is not"),
     "final": (
         lambda m, en, rs, rd, ls: setattr(m.books.open[rs], "state", State.ABORTED),
