@@ -115,6 +115,7 @@ class Pusher:
         """Ask for a slab for tokens ``[token_start, len(token_ids))``.
 
         With *use_resident_hint* the grant may start later: at what P is believed to hold already.
+        The grant is for this process alone: its exit is taken as proof that nobody writes any more.
 
         Raises:
             RequestError: refused; ``BufferFull`` says when to try again.
@@ -189,7 +190,7 @@ class Pusher:
         *,
         token_start: int = 0,
     ) -> PushResult:
-        """Bring over planes that were gathered before: one write a plane.
+        """Bring over planes that were gathered before, in as few writes as there can be.
 
         Args:
             session_id: the conversation.
@@ -218,6 +219,10 @@ class Pusher:
                 self.commit(grant, rank_grant.rank, sums)
         except SnapdError as error:
             return self.give_up(grant, error)
+        except Exception as error:
+            # The caller's own fault, such as a rank without planes: no bytes are held because of it.
+            self.give_up(grant, TransportError(f"the push failed: {error}"))
+            raise
         finally:
             self.end(grant.slab_handle)
         return PushResult(

@@ -450,6 +450,16 @@ def test_planes_of_an_attempt_that_was_aborted_end_with_its_reason(
         assert pair.is_all_free(), "with drain proof"
 
 
+def test_a_rank_without_planes_is_the_caller_s_fault_and_leaves_nothing(daemon: Any) -> None:
+    with paired(daemon, num_ranks=2) as pair:
+        planes = gathered(pair)
+        del planes[1]
+        with pytest.raises(KeyError):
+            pair.pusher.push_planes("s", TOKENS, planes)
+        assert pair.core().open_sessions == 0
+        assert pair.is_all_free(), "with drain proof"
+
+
 def test_planes_that_are_refused_say_why(daemon: Any) -> None:
     with paired(daemon) as pair:
         result = pair.pusher.push_planes("", TOKENS, gathered(pair))
