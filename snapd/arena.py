@@ -4,6 +4,7 @@ Source: design, section 4.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -19,6 +20,15 @@ _CGROUP: Final = Path("/proc/self/cgroup")
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Hugepages = Literal["auto", "on", "off"]
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class HostArena:
@@ -55,6 +65,7 @@ class HostArena:
             )
         self.size_bytes = wanted_bytes if self.is_huge else align_up(size_bytes, mmap.PAGESIZE)
         self.fd = -1
+        self._address: int | None = None
         try:
             self._take(prefault)
         except OSError as error:
@@ -102,8 +113,37 @@ class HostArena:
             return os.dup(self.fd)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def map(self) -> int:
+        """Map the arena into this process for reading and writing, once, and return where it starts.
+
+        It stays there until ``close``: whoever has the address must be done by then. A forked child does
+        not have it.
+
+        Raises:
+            StartupError: it cannot be mapped.
+        """
+        if self._address is None:
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            address = _libc.mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, self.fd, 0)
+            if address == _MAP_FAILED:
+                raise self._not_mapped("mapped")
+            self._address = int(address)
+            if _libc.madvise(address, self.size_bytes, mmap.MADV_DONTFORK) != 0:
+                raise self._not_mapped("kept from children")
+        return self._address
+
+    def _not_mapped(self, what: str) -> StartupError:
+        return StartupError(
+            f"arena {self.rank}: {format_bytes(self.size_bytes)} cannot be {what} "
+            f"({os.strerror(ctypes.get_errno())}): lower size, or raise the limit of this process's address "
+            "space (ulimit -v) and vm.max_map_count"
+        )
+
     def close(self) -> None:
-        """Give the memory back once no client maps it any more."""
+        """Unmap it, and give the memory back once no client maps it any more."""
+        if self._address is not None:
+            _libc.munmap(self._address, self.size_bytes)
+            self._address = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -251,10 +251,14 @@ def commit(
     num_tokens: int,
     checksums: PlaneChecksums,
     *,
+    drained: bool = True,
     epoch: str = "",
     timeout_s: float | None = None,
 ) -> Call[AckRep]:
-    """Say that every write of *rank*'s shard is final. An exact repeat gets the first answer.
+    """Say that every byte of *rank*'s shard is there. An exact repeat gets the first answer.
+
+    With *drained* False the bytes are read as usual, and go to quarantine afterwards: call ``drained`` as
+    soon as there is proof. A repeat changes nothing about it.
 
     Args:
         slab_handle: the attempt.
@@ -262,6 +266,7 @@ def commit(
         num_bytes: payload bytes written, without padding.
         num_tokens: tokens written.
         checksums: a pair of 64-bit sums a plane, shape [num_planes]; Python ints.
+        drained: no write of the shard can still land. False: a write that failed before it was repeated may.
         epoch: the grant's; empty: not checked.
         timeout_s: for the whole call.
 
@@ -278,6 +283,7 @@ def commit(
         num_bytes=num_bytes,
         num_tokens=num_tokens,
         checksums=checksums,
+        drained=drained,
     )
     return _as_is(request, AckRep, timeout_s)
 

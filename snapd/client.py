@@ -25,7 +25,7 @@ from snapd.calls import Call
 from snapd.errors import ConnectionLost, ConnectionProblem, DaemonUnreachable, RequestTimeout
 from snapd.exchange import ENDED_MAX, IN_FLIGHT_MAX, Errand, Exchange, WatchPush
 from snapd.links import AsyncLink, EpochHook, Link
-from snapd.wire import HelloRep, SessionEnded
+from snapd.wire import HelloRep, SessionEnded, TransferNotified
 
 if TYPE_CHECKING:
     import asyncio
@@ -125,13 +125,25 @@ class _Facts:
         """``SessionEnded`` pushes that were dropped because ``take_ended`` was not called."""
         return self._exchange.ended_dropped
 
+    @property
+    def notified_dropped(self) -> int:
+        """``TransferNotified`` pushes that were dropped because ``take_notified`` was not called."""
+        return self._exchange.notified_dropped
+
     def _take_ended(self) -> list[SessionEnded]:
-        taken: list[SessionEnded] = []
-        # Asking first whether there is one would race with another thread that takes it.
-        with suppress(IndexError):
-            while True:
-                taken.append(self._exchange.ended.popleft())
-        return taken
+        return _take_all(self._exchange.ended)
+
+    def _take_notified(self) -> list[TransferNotified]:
+        return _take_all(self._exchange.notified)
+
+
+def _take_all(pushes: "deque[_T]") -> list[_T]:
+    taken: list[_T] = []
+    # Asking first whether there is one would race with another thread that takes it.
+    with suppress(IndexError):
+        while True:
+            taken.append(pushes.popleft())
+    return taken
 
 
 class Pending(Generic[_T]):
@@ -188,7 +200,7 @@ class Client(_Facts):
         on_new_epoch: called after a reconnect to another life of the daemon, when the layouts have
             been declared again, by the thread that noticed. Handles from before are stale.
         in_flight_max: calls that may be under way.
-        ended_max: ``SessionEnded`` pushes that are kept for ``take_ended``.
+        ended_max: pushes that are kept for ``take_ended``, and as many for ``take_notified``.
     """
 
     def __init__(
@@ -271,6 +283,15 @@ class Client(_Facts):
         """
         self._link.pump()
         return self._take_ended()
+
+    def take_notified(self) -> list[TransferNotified]:
+        """Return, once, into which attempts of this client a transfer was said to be complete. Never waits.
+
+        A hint to look: it may be lost, and it proves nothing. Bounded as ``take_ended``;
+        ``notified_dropped`` counts the others.
+        """
+        self._link.pump()
+        return self._take_notified()
 
     def map_buffer(
         self, rank: int, writable: bool = False, *, timeout_s: float | None = None, populate: bool = True
@@ -390,7 +411,7 @@ class AsyncClient(_Facts):
         on_new_epoch: called after a reconnect to another life of the daemon, when the layouts have
             been declared again. Handles from before are stale.
         in_flight_max: calls that may be under way.
-        ended_max: ``SessionEnded`` pushes that are kept for ``take_ended``.
+        ended_max: pushes that are kept for ``take_ended``, and as many for ``take_notified``.
     """
 
     def __init__(
@@ -453,6 +474,11 @@ class AsyncClient(_Facts):
         """Return, once, how attempts ended that this client had to do with; see ``Client.take_ended``."""
         self._link.pump()
         return self._take_ended()
+
+    def take_notified(self) -> list[TransferNotified]:
+        """Return, once, which transfers were said to be complete; see ``Client.take_notified``."""
+        self._link.pump()
+        return self._take_notified()
 
     async def map_buffer(
         self, rank: int, writable: bool = False, *, timeout_s: float | None = None, populate: bool = True

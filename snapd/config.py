@@ -8,21 +8,19 @@ to write instead.
 Source: design, sections 3, 4 and 10.
 """
 
-import difflib
 import os
-import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from snapd.configvalues import Setting, known, setting_of, settings_of, typed
 from snapd.errors import ConfigError
-from snapd.units import GIB, KIB, MIB, TIB, format_bytes, parse_size_bytes
-
-_T = TypeVar("_T")
+from snapd.mooncakeconfig import MooncakeConfig, Variable, VariableName
+from snapd.units import GIB, KIB, MIB, TIB, format_bytes
 
 DEFAULT_CONFIG_PATH: Final = Path("/etc/kv-snapd/snapd.toml")
 ENVIRONMENT_PREFIX: Final = "SNAPD_"
@@ -180,8 +178,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         bool, Meta(description="Touch every page of a host arena at start, so that no push waits for one.")
     ] = True
     transport: Annotated[
-        Literal["shm"], Meta(description="How bytes travel: `shm` for a D on the same host.")
+        Literal["shm", "mooncake"],
+        Meta(
+            description="How bytes travel: `shm` for a D on the same host, `mooncake` (an extra package) "
+            "between hosts or GPUs."
+        ),
     ] = "shm"
+    mooncake: Annotated[
+        MooncakeConfig, Meta(description="Mooncake's settings; not used with another transport.")
+    ] = MooncakeConfig()
 
     reserve_timeout_ms: Annotated[int, _ms("A grant that D does not start using for this long ends.")] = (
         10_000
@@ -277,7 +282,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
         for name, setting in _SETTINGS.items():
             value = msgspec.to_builtins(getattr(self, setting.attribute))
-            _typed(origin.get(setting.attribute, "config"), name, value, setting, text=False)
+            for key, part, leaf in _leaves(name, value, setting):
+                typed(origin.get(leaf.attribute, "config"), key, part, leaf, text=False)
         socket_path_bytes = len(os.fsencode(self.socket_path))
         if socket_path_bytes > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
@@ -316,13 +322,31 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{shown('page_keys_max')} makes requests of {format_bytes(request_bytes)}, more than "
                 f"{shown('frame_bytes_max')}: lower the first or raise the second"
             )
+        self._check_arenas_and_transport(origin)
+
+    def _check_arenas_and_transport(self, origin: Mapping[str, str]) -> None:
+        arenas = f"({origin.get('arenas', DEFAULT_ORIGIN)})"
         ranks = [arena.rank for arena in self.arenas]
         for rank in ranks:
             if ranks.count(rank) > 1:
                 raise ConfigError(
-                    f"arena ({origin.get('arenas', DEFAULT_ORIGIN)}): rank {rank} has more than one arena: "
-                    f"give each [[arena]] its own rank, such as rank = {max(ranks) + 1}"
+                    f"arena {arenas}: rank {rank} has more than one arena: give each [[arena]] its own rank, "
+                    f"such as rank = {max(ranks) + 1}"
                 )
+        if self.transport == "mooncake" and self.mooncake.host in ("0.0.0.0", "::"):  # noqa: S104
+            where = origin.get("mooncake.host", DEFAULT_ORIGIN)
+            raise ConfigError(
+                f"mooncake.host = {self.mooncake.host!r} ({where}) is no address at which a peer reaches "
+                "this host: write its name or address; the engine listens on every address anyway"
+            )
+        on_host = [arena.rank for arena in self.arenas if arena.device == "cpu"]
+        if self.transport == "mooncake" and self.mooncake.protocol == "nvlink_intra" and on_host:
+            where = origin.get("mooncake.protocol", DEFAULT_ORIGIN)
+            raise ConfigError(
+                f"mooncake.protocol = 'nvlink_intra' ({where}) moves bytes between GPUs, and arena "
+                f'{on_host[0]} {arenas} is on device "cpu": give every arena device = "cuda:N", or set '
+                'mooncake.protocol to "tcp" or "rdma"'
+            )
 
 
 class Loaded(NamedTuple):
@@ -330,23 +354,14 @@ class Loaded(NamedTuple):
 
     Attributes:
         config: the settings, checked.
-        origin: for each attribute of ``Config``: ``default``, the file's path, ``environment NAME`` or
-            ``command line``.
+        origin: for each attribute of ``Config``, and each key of a table (``mooncake.host``): ``default``,
+            the file's path, ``environment NAME`` or ``command line``.
         path: the file that was read, if any.
     """
 
     config: Config
     origin: Mapping[str, str]
     path: Path | None
-
-
-class _Setting(NamedTuple):
-    """What is known of one key: its attribute in the struct, its type, and what to write for it."""
-
-    attribute: str
-    type: Any
-    is_size: bool
-    wanted: str
 
 
 class _Given(NamedTuple):
@@ -357,55 +372,28 @@ class _Given(NamedTuple):
     level: int
 
 
-def _wanted(info: msgspec.inspect.Type, is_size: bool) -> str:
-    """Return what to write for a value of a type, as the end of an error message."""
-    match info:
-        case msgspec.inspect.Metadata(type=inner, extra_json_schema=extra):
-            if extra and "examples" in extra:
-                return "write " + " or ".join(f'"{example}"' for example in extra["examples"])
-            return _wanted(inner, is_size)
-        case msgspec.inspect.IntType(ge=low, le=high) if low is not None and high is not None:
-            if is_size:
-                example = format_bytes(min(high, max(low, 64 * MIB))).replace(" ", "")
-                return f'write a size from {format_bytes(low)} to {format_bytes(high)}, such as "{example}"'
-            return f"write a whole number from {low} to {high}"
-        case msgspec.inspect.BoolType():
-            return "write true or false"
-        case msgspec.inspect.LiteralType(values=values):
-            return "write " + " or ".join(f'"{value}"' for value in values)
-        case msgspec.inspect.StrType():
-            return "write a path as text, not empty"
-        case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.StructType(), max_length=most):
-            return f"write 1 to {most} [[arena]] tables"
-        case msgspec.inspect.VarTupleType(item_type=item):
-            return f"write a list such as [1000, 1001]; for each item {_wanted(item, is_size)}"
-        case _:
-            raise TypeError(f"no setting may have the type {info!r}")
-
-
-def _settings_of(struct: type[msgspec.Struct]) -> dict[str, _Setting]:
-    settings = {}
-    for field in msgspec.structs.fields(struct):
-        info = msgspec.inspect.type_info(field.type)
-        is_size = isinstance(info, msgspec.inspect.Metadata) and "size" in (info.extra or {})
-        settings[field.encode_name] = _Setting(field.name, field.type, is_size, _wanted(info, is_size))
-    return settings
-
-
-_SETTINGS: Final = _settings_of(Config)
-_SHORTHAND: Final = _settings_of(ArenaShorthand)
-_ARENA: Final = _settings_of(ArenaConfig)
-_KEYS: Final = _SETTINGS | _SHORTHAND
-assert len(_KEYS) == len(_SETTINGS) + len(_SHORTHAND), "no shorthand hides a setting"
-
-_TRUTHS: Final = {"true": True, "yes": True, "on": True, "1": True,
-                  "false": False, "no": False, "off": False, "0": False}  # fmt: skip
-_WHOLE_NUMBER: Final = re.compile(r"-?[0-9][0-9_]*")
+_SETTINGS: Final = settings_of(Config)
+_SHORTHAND: Final = settings_of(ArenaShorthand)
+_ARENA: Final = settings_of(ArenaConfig)
+_TABLED: Final = {key: leaf for setting in _SETTINGS.values() if setting.is_table
+                  for key, leaf in setting.table.items()}  # fmt: skip
+_FILE_KEYS: Final = _SETTINGS | _SHORTHAND
+_KEYS: Final = _FILE_KEYS | _TABLED
+assert len(_KEYS) == len(_SETTINGS) + len(_SHORTHAND) + len(_TABLED), "no two settings have one key"
+# Each of Mooncake's own variables is a key: ``mooncake.settings.MC_GID_INDEX``.
+_MOONCAKE_SETTINGS: Final = "mooncake.settings"
+_VARIABLE_NAME: Final = setting_of(_MOONCAKE_SETTINGS, _MOONCAKE_SETTINGS, VariableName)
+_VARIABLE: Final = setting_of(_MOONCAKE_SETTINGS, _MOONCAKE_SETTINGS, Variable)
+# What no text can stand for: it has no environment variable.
+_WITHOUT_VARIABLE: Final = frozenset({"arena", "mooncake", _MOONCAKE_SETTINGS})
 
 
 def environment_name(key: str) -> str:
-    """Return the variable that sets a key: ``lease_ms`` is ``SNAPD_LEASE_MS``."""
-    return ENVIRONMENT_PREFIX + key.upper()
+    """Return the variable that sets a key: ``lease_ms`` is ``SNAPD_LEASE_MS``.
+
+    A key of a table: ``mooncake.host`` is ``SNAPD_MOONCAKE_HOST``.
+    """
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "_")
 
 
 def config_schema() -> dict[str, Any]:
@@ -417,7 +405,7 @@ def config_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     short = msgspec.json.schema(ArenaShorthand)["$defs"]["ArenaShorthand"]["properties"]
     definitions["Config"]["properties"] |= short
-    for name, settings in (("Config", _KEYS), ("ArenaConfig", _ARENA)):
+    for name, settings in (("Config", _FILE_KEYS), ("ArenaConfig", _ARENA)):
         for key, setting in settings.items():
             if setting.is_size:
                 definitions[name]["properties"][key]["type"] = ["integer", "string"]
@@ -444,35 +432,92 @@ def load(path: Path | None, env: Mapping[str, str], overrides: Mapping[str, obje
     path = _find_file(path, env)
     given: dict[str, _Given] = {}
     if path is not None:
-        for key, value in _read_file(path).items():
-            setting = _known(str(path), key, _KEYS)
-            given[key] = _Given(_typed(str(path), key, value, setting, text=False), str(path), 1)
-    # A list of tables has no form in a variable.
-    key_of_variable = {environment_name(key): key for key in _KEYS if key != "arena"}
+        for name, value in _read_file(path).items():
+            setting = known(str(path), name, _FILE_KEYS)
+            for key, part, leaf in _leaves(name, value, setting, str(path)):
+                given[key] = _Given(typed(str(path), key, part, leaf, text=False), str(path), 1)
+    key_of_variable = {environment_name(key): key for key in _KEYS if key not in _WITHOUT_VARIABLE}
     for variable, text in sorted(env.items()):
         if variable.startswith(ENVIRONMENT_PREFIX) and variable != CONFIG_PATH_VARIABLE:
-            key = _known("environment", variable, key_of_variable)
-            value = _typed("environment", variable, text, _KEYS[key], text=True)
+            if variable == environment_name(_MOONCAKE_SETTINGS):
+                raise ConfigError(
+                    f"environment: {variable} cannot be set: set Mooncake's own variables, such as "
+                    "MC_GID_INDEX=3"
+                )
+            key = known("environment", variable, key_of_variable)
+            value = typed("environment", variable, text, _KEYS[key], text=True)
             given[key] = _Given(value, f"environment {variable}", 2)
-    for key, value in overrides.items():
+    for name, value in overrides.items():
         if value is not None:
-            setting = _known(COMMAND_LINE, key, _KEYS)
-            given[key] = _Given(_typed(COMMAND_LINE, key, value, setting, text=True), COMMAND_LINE, 3)
+            for key, part, leaf in _leaves(name, value, _flag_setting(name), COMMAND_LINE):
+                given[key] = _Given(typed(COMMAND_LINE, key, part, leaf, text=True), COMMAND_LINE, 3)
 
     uid = os.geteuid()
     values: dict[str, Any] = {
         "socket_path": default_socket_path(env, uid),
         "log_path": default_log_path(env, uid),
     }
-    origin = dict.fromkeys((setting.attribute for setting in _SETTINGS.values()), DEFAULT_ORIGIN)
+    settings = (*_SETTINGS.values(), *_TABLED.values())
+    origin = dict.fromkeys((s.attribute for s in settings if not s.is_table), DEFAULT_ORIGIN)
     for key, (value, source, _) in given.items():
         if key != "arena" and key in _SETTINGS:
             values[key] = _expand_home(value, env) if key.endswith("_path") else value
             origin[key] = source
     values["arenas"], origin["arenas"] = _arenas(given)
+    values["mooncake"] = _mooncake(given, origin)
     config = Config(**values)
     config.check(origin)
     return Loaded(config, origin, path)
+
+
+def _leaves(
+    name: str, value: object, setting: Setting, source: str = "config"
+) -> Iterator[tuple[str, object, Setting]]:
+    """Yield every key that *value* sets, with its value and its setting: a table sets several.
+
+    Raises:
+        ConfigError: a key of a table is unknown.
+    """
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if setting.is_table and isinstance(value, Mapping):
+        short = {key.removeprefix(f"{name}."): leaf for key, leaf in setting.table.items()}
+        for key, part in value.items():
+            yield from _leaves(f"{name}.{key}", part, known(f"{source}: [{name}]", key, short), source)
+    elif name == _MOONCAKE_SETTINGS and isinstance(value, Mapping):
+        for variable, part in value.items():
+            yield f"{name}.{variable}", part, _variable_setting(source, variable)
+    else:
+        yield name, value, setting
+
+
+def _flag_setting(key: str) -> Setting:
+    table, _, variable = key.rpartition(".")
+    if table == _MOONCAKE_SETTINGS:
+        return _variable_setting(COMMAND_LINE, variable)
+    return known(COMMAND_LINE, key, _KEYS)
+
+
+def _variable_setting(source: str, variable: str) -> Setting:
+    """Return the setting of one of Mooncake's own variables. It is for Mooncake to say which there are."""
+    typed(source, f"[{_MOONCAKE_SETTINGS}]", variable, _VARIABLE_NAME, text=False)
+    return _VARIABLE._replace(attribute=f"{_MOONCAKE_SETTINGS}.{variable}")
+
+
+def _mooncake(given: Mapping[str, _Given], origin: dict[str, str]) -> MooncakeConfig:
+    """Return what all sources set together, and note the origin of each key."""
+    values: dict[str, Any] = {}
+    variables: dict[str, str] = {}
+    for key, (value, source, _) in given.items():
+        table, _, name = key.rpartition(".")
+        if table == _MOONCAKE_SETTINGS:
+            variables[name] = value
+        elif table == "mooncake":
+            values[name] = value
+        else:
+            continue
+        origin[key] = source
+    return MooncakeConfig(**values, settings=variables)
 
 
 def _arenas(given: Mapping[str, _Given]) -> tuple[tuple[ArenaConfig, ...], str]:
@@ -531,75 +576,3 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _expand_home(path: str, env: Mapping[str, str]) -> str:
     home = env.get("HOME", "")
     return home + path[1:] if home and (path == "~" or path.startswith("~/")) else path
-
-
-def _known(source: str, name: str, known: Mapping[str, _T]) -> _T:
-    """Return what *name* stands for; refuse it with the nearest known name."""
-    if name in known:
-        return known[name]
-    raise ConfigError(f"{source}: {name!r} is no setting; {_nearest(name, known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    by_folded = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), by_folded, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {by_folded[close[0]]!r}?"
-    return f"known are {', '.join(sorted(by_folded.values()))}"
-
-
-def _shown(value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _typed(source: str, name: str, value: object, setting: _Setting, text: bool) -> Any:
-    """Return *value* in the setting's type and range.
-
-    Args:
-        source: the file, ``environment`` or ``command line``.
-        name: the key or variable, as the user wrote it.
-        value: as TOML gives it, or as text.
-        setting: the key's type and range.
-        text: strings stand for other types too (environment, flags).
-
-    Raises:
-        ConfigError: the value does not fit.
-    """
-    if setting.attribute == "arenas" and isinstance(value, (list, tuple)):
-        value = [_arena_table(source, f"{name}[{i}]", table) for i, table in enumerate(value)]
-    try:
-        if isinstance(value, str):
-            value = _from_text(value, setting, text)
-        return msgspec.convert(value, setting.type)
-    except (msgspec.ValidationError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"{source}: {name} = {_shown(value)} is wrong ({error}): {setting.wanted}"
-        ) from error
-
-
-def _arena_table(source: str, name: str, table: object) -> object:
-    """Return one ``[[arena]]`` table with every key known and every value typed."""
-    if not isinstance(table, dict):
-        return table
-    return {
-        key: _typed(source, f"{name}.{key}", value, _known(f"{source}: {name}", key, _ARENA), text=False)
-        for key, value in table.items()
-    }
-
-
-def _from_text(value: str, setting: _Setting, text: bool) -> object:
-    """Return what a string stands for: a size anywhere; other types in variables and flags only."""
-    if setting.is_size:
-        return parse_size_bytes(value.replace("_", "")) if text else parse_size_bytes(value)
-    if not text:
-        return value
-    info = msgspec.inspect.type_info(setting.type)
-    kind = info.type if isinstance(info, msgspec.inspect.Metadata) else info
-    if isinstance(kind, msgspec.inspect.BoolType):
-        return _TRUTHS.get(value.strip().lower(), value)
-    if isinstance(kind, msgspec.inspect.IntType):
-        return int(value) if _WHOLE_NUMBER.fullmatch(value.strip()) else value
-    if isinstance(kind, msgspec.inspect.VarTupleType):
-        return [int(item) for item in value.strip().strip("[]").split(",") if item.strip()]
-    return value

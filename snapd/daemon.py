@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import signal
 import socket
 import stat
 import sys
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from snapd.errors import Reason, StartupError
 from snapd.eventlog import EventLog, LogSettings
 from snapd.executor import Executor
 from snapd.logrecovery import closing_records, read_open_attempts
+from snapd.notifications import Notifications
 from snapd.server import Server
 from snapd.service import ArenaAccess, Service
 from snapd.timers import SystemClock
@@ -49,6 +51,9 @@ _LOG_CLOSE_S: Final = 5.0
 _DRAIN_POLL_S: Final = 0.02
 _CLOSING_CHUNK: Final = 1_000
 _ACCEPT_BACKLOG: Final = 256
+# Among Mooncake's variables and metadata servers, what is nobody's business who asks for statistics.
+_SECRET_NAME: Final = re.compile("PASSWORD|SECRET|TOKEN|CREDENTIAL")
+_PASSWORD_IN_URL: Final = re.compile("//[^/@]*@")
 
 
 def run(config: Config) -> int:
@@ -106,10 +111,13 @@ async def _serve(config: Config) -> int:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_instance_lock(config))
         log = stack.enter_context(_event_log(config, epoch))
-        offerer: ArenaOfferer = ShmOfferer()
+        # The arenas go after the offerer: what is registered must be mapped.
+        memory = stack.enter_context(contextlib.ExitStack())
+        # First, because taking the memory may last, and what is wrong with Mooncake shows at once.
+        offerer = _open_offerer(config)
         stack.callback(offerer.close)
         arenas: dict[int, tuple[ArenaAccess, int]] = {}
-        for arena in _open_arenas(config, stack):
+        for arena in _open_arenas(config, memory):
             arenas[arena.rank] = (arena, offerer.register(arena))
         machine = Machine(
             settings_of(config),
@@ -127,7 +135,9 @@ async def _serve(config: Config) -> int:
             config,
             loop,
             on_writer_gone=lambda writer_id: executor.post(
-                lambda at_ns: e.WriterGone(at_ns=at_ns, writer_id=writer_id)
+                lambda at_ns: e.WriterGone(
+                    at_ns=at_ns, writer_id=writer_id, drained=offerer.is_exit_drain_proof
+                )
             ),
             is_writer_needed=machine.books.handles_of_writer.__contains__,
         )
@@ -141,6 +151,7 @@ async def _serve(config: Config) -> int:
             offerer.address(),
             lambda: _log_statistics(config, log),
             lambda: (len(server.connections), len(server.watchers)),
+            _mooncake_in_use(config, epoch, executor, server, offerer, stack),
         )
         await _write_started(config, log, executor, arenas)
         await stack.enter_async_context(_listening(config, server, loop))
@@ -295,7 +306,59 @@ def _event_log(config: Config, epoch: str) -> Iterator[EventLog]:
             _log.error("log lines were lost at the end", lines=lines_left, path=config.log_path)
 
 
-def _open_arenas(config: Config, stack: contextlib.AsyncExitStack) -> Iterator[HostArena]:
+def _open_offerer(config: Config) -> ArenaOfferer:
+    """Return the transport's side of the daemon.
+
+    Raises:
+        StartupError: it is not there, or cannot run as configured.
+    """
+    if config.transport == "shm":
+        return ShmOfferer()
+    from snapd.transport.mooncake_offerer import MooncakeOfferer
+
+    return MooncakeOfferer(config.mooncake, config.register_piece_bytes)
+
+
+def _mooncake_in_use(
+    config: Config,
+    epoch: str,
+    executor: Executor,
+    server: Server,
+    offerer: ArenaOfferer,
+    stack: contextlib.AsyncExitStack,
+) -> Callable[[], w.MooncakeStatistics] | None:
+    """Take notifications from now on, and return what tells how Mooncake fares; None: it is not used."""
+    if config.transport != "mooncake":
+        return None
+    from snapd.transport.mooncake_offerer import MooncakeOfferer
+
+    assert isinstance(offerer, MooncakeOfferer)
+    loop = asyncio.get_running_loop()
+    notifications = Notifications(config.mooncake, epoch, executor, server, loop, offerer.take_notifications)
+    stack.callback(notifications.close)
+
+    def statistics() -> w.MooncakeStatistics:
+        return w.MooncakeStatistics(
+            package=offerer.package,
+            segment_name=offerer.address(),
+            protocol=config.mooncake.protocol,
+            devices=config.mooncake.devices,
+            metadata_server=_PASSWORD_IN_URL.sub("//...@", config.mooncake.metadata_server),
+            is_loopback_only=offerer.is_loopback_only,
+            registered_pieces=offerer.registered_pieces,
+            notify=config.mooncake.notify,
+            notifications_taken=notifications.counts.taken,
+            notifications_refused=notifications.counts.refused,
+            notifications_ignored=notifications.counts.ignored,
+            settings={
+                name: value for name, value in offerer.settings.items() if not _SECRET_NAME.search(name)
+            },
+        )
+
+    return statistics
+
+
+def _open_arenas(config: Config, stack: contextlib.ExitStack) -> Iterator[HostArena]:
     for wanted in config.arenas:
         if wanted.device != "cpu":
             raise StartupError(

@@ -235,6 +235,18 @@ class TransportError(SnapdError):
     """The data plane could not write; the message says where and why."""
 
 
+class PeerResting(TransportError):
+    """The peer failed a moment ago and is not tried yet.
+
+    Attributes:
+        retry_after_ms: when it will be.
+    """
+
+    def __init__(self, message: str, retry_after_ms: int) -> None:
+        self.retry_after_ms = retry_after_ms
+        super().__init__(message)
+
+
 class ExtraMissing(SnapdError, ImportError):
     """A package that this part needs is not installed; the message says how to install it."""
 

@@ -50,6 +50,7 @@ from snapd.wire import (
     HelloReq,
     Push,
     SessionEnded,
+    TransferNotified,
     WatchLost,
     WatchRefused,
     WatchTransition,
@@ -142,6 +143,8 @@ class Exchange:
         reconnects: connections that reached hello, after the first.
         ended: how attempts ended that this connection had to do with.
         ended_dropped: pushes that *ended* had no room for.
+        notified: hints of transfers, as many as *ended*; the oldest goes first.
+        notified_dropped: pushes that *notified* had no room for.
         late_replies: replies to calls that had been given up.
         pushes: what a watch gets; None: not watching, they are ignored.
         new_epochs: hellos of another life of the daemon that the owner has not been told about.
@@ -154,6 +157,8 @@ class Exchange:
         self.reconnects = 0
         self.ended: deque[SessionEnded] = deque(maxlen=ended_max)
         self.ended_dropped = 0
+        self.notified: deque[TransferNotified] = deque(maxlen=ended_max)
+        self.notified_dropped = 0
         self.late_replies = 0
         self.pushes: deque[WatchPush] | None = None
         self.new_epochs: list[HelloRep] = []
@@ -298,6 +303,9 @@ class Exchange:
             if isinstance(answer, SessionEnded):
                 self.ended_dropped += len(self.ended) == self.ended.maxlen
                 self.ended.append(answer)
+            elif isinstance(answer, TransferNotified):
+                self.notified_dropped += len(self.notified) == self.notified.maxlen
+                self.notified.append(answer)
             elif isinstance(answer, Push):
                 if self.pushes is not None:
                     self.pushes.append(answer)

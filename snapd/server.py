@@ -98,6 +98,11 @@ class Server:
                 )
             )
 
+    def tell_notified(self, conn_id: int, push: w.TransferNotified) -> bool:
+        """Pass a hint on; False: the connection is gone, or reads too slowly for hints."""
+        connection = self.connections.get(conn_id)
+        return connection is not None and connection.hint(push)
+
     def show_record(self, record: Record) -> None:
         """Push a transition or a refusal to whoever watches."""
         if not self.watchers:
@@ -365,6 +370,16 @@ class Connection(asyncio.Protocol):
     def push(self, message: w.SessionEnded) -> None:
         """Tell the client something that it did not ask for."""
         self._write(w.encode_frame(message))
+
+    def hint(self, message: w.TransferNotified) -> bool:
+        """Tell the client what it can do without: nothing, and False, while it does not read.
+
+        Anybody who reaches the transport can cause hints; they must not cut a client off.
+        """
+        if self._is_closed or self._is_congested:
+            return False
+        self._write(w.encode_frame(message))
+        return True
 
     def show(self, frame: bytes) -> None:
         """Push a transition; to a client that does not read, as many as may wait, and a count of the rest."""

@@ -79,6 +79,7 @@ class Service:
         transport_address: what a writer must know to reach them.
         log_statistics: how the log fares.
         counts: connections and watchers, now.
+        mooncake_statistics: how Mooncake fares, if it is the transport.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Service:
         transport_address: str,
         log_statistics: Callable[[], w.LogStatistics],
         counts: Callable[[], tuple[int, int]],
+        mooncake_statistics: Callable[[], w.MooncakeStatistics] | None = None,
     ) -> None:
         self._config = config
         self._epoch = epoch
@@ -98,6 +100,7 @@ class Service:
         self._transport_address = transport_address
         self._log_statistics = log_statistics
         self._counts = counts
+        self._mooncake_statistics = mooncake_statistics
         self._started_ns = executor.now_ns()
         self._handlers: dict[type[w.Request], Callable[..., None]] = {
             w.HelloReq: self._hello,
@@ -149,7 +152,17 @@ class Service:
                 requests_in_flight_max=config.requests_in_flight_max,
                 page_keys_max=config.page_keys_max,
                 lease_ms=config.lease_ms,
+                mooncake=self._mooncake_address(),
             )
+        )
+
+    def _mooncake_address(self) -> w.MooncakeAddress | None:
+        if self._config.transport != "mooncake":
+            return None
+        return w.MooncakeAddress(
+            segment_name=self._transport_address,
+            protocol=self._config.mooncake.protocol,
+            metadata_server=self._config.mooncake.metadata_server,
         )
 
     def _ping(self, caller: Caller, request: w.PingReq) -> None:
@@ -293,6 +306,7 @@ class Service:
                 core=self._executor.machine.statistics(),
                 log=self._log_statistics(),
                 limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
+                mooncake=self._mooncake_statistics() if self._mooncake_statistics else None,
             )
         )
 
@@ -379,6 +393,7 @@ def event_of(request: w.AnyRequest, conn_id: int, at_ns: int, cause_id: int) -> 
                 num_bytes=request.num_bytes,
                 num_tokens=request.num_tokens,
                 checksums=request.checksums,
+                drained=request.drained,
                 conn_id=conn_id,
             )
         case w.TransferFailedReq(slab_handle=handle):

@@ -83,8 +83,27 @@ class ArenaOffer(msgspec.Struct, frozen=True, kw_only=True):
     base_ptr: int
 
 
+class MooncakeAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How Mooncake reaches the daemon's arenas.
+
+    Attributes:
+        segment_name: under which its engine is known.
+        protocol: ``tcp``, ``rdma`` or ``nvlink_intra``; D's engine must use the same.
+        metadata_server: the same on both sides; ``P2PHANDSHAKE``: there is none.
+    """
+
+    segment_name: str
+    protocol: str
+    metadata_server: str
+
+
 class HelloRep(Reply, frozen=True, kw_only=True):
-    """Who the daemon is, and what it offers."""
+    """Who the daemon is, and what it offers.
+
+    Attributes:
+        transport_address: what a writer must know to reach the arenas (Mooncake: the segment name).
+        mooncake: the rest of it, when the transport is Mooncake.
+    """
 
     protocol: int
     epoch: str
@@ -97,6 +116,7 @@ class HelloRep(Reply, frozen=True, kw_only=True):
     requests_in_flight_max: int
     page_keys_max: int
     lease_ms: int
+    mooncake: MooncakeAddress | None = None
 
 
 class PingReq(Request, frozen=True, kw_only=True):
@@ -208,19 +228,22 @@ class TransferStartedReq(HandleRequest, frozen=True, kw_only=True):
 
 
 class CommitReq(HandleRequest, frozen=True, kw_only=True):
-    """Every write of one rank's shard is final.
+    """Every byte of one rank's shard is there.
 
     Attributes:
         rank: whose shard.
         num_bytes: payload bytes written, without padding.
         num_tokens: tokens written.
         checksums: a pair of 64-bit sums a plane, shape [num_planes].
+        drained: no write of the shard can still land. False: every byte is there, but a write that
+            failed before it was repeated may still land.
     """
 
     rank: int
     num_bytes: int
     num_tokens: int
     checksums: PlaneChecksums
+    drained: bool = True
 
 
 class TransferFailedReq(HandleRequest, frozen=True, kw_only=True):
@@ -415,6 +438,33 @@ class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
     rotations: int
 
 
+class MooncakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """How the daemon uses Mooncake, and what became of notifications.
+
+    Attributes:
+        package: name and version of what is installed.
+        registered_pieces: pieces of arenas that are registered.
+        is_loopback_only: its sockets take no connection from another host.
+        notifications_taken: those that committed a rank's shard or were passed on as a hint.
+        notifications_refused: commits that the core refused.
+        notifications_ignored: garbage, of another epoch, of no open attempt, or none were wanted.
+        settings: Mooncake's variables in effect; secrets are left out.
+    """
+
+    package: str
+    segment_name: str
+    protocol: str
+    devices: str
+    metadata_server: str
+    is_loopback_only: bool
+    registered_pieces: int
+    notify: str
+    notifications_taken: int
+    notifications_refused: int
+    notifications_ignored: int
+    settings: dict[str, str]
+
+
 class StatsRep(Reply, frozen=True, kw_only=True):
     """Everything that ``snapd status`` shows."""
 
@@ -431,6 +481,7 @@ class StatsRep(Reply, frozen=True, kw_only=True):
     core: Statistics
     log: LogStatistics
     limits: dict[str, int]
+    mooncake: MooncakeStatistics | None = None
 
 
 class WatchReq(Request, frozen=True, kw_only=True):
@@ -482,6 +533,36 @@ class SessionEnded(Push, frozen=True, kw_only=True):
     state: State
     reason: Reason
     drain_wanted: bool
+
+
+class TransferNotified(Push, frozen=True, kw_only=True):
+    """A notification came with a transfer into an attempt that this connection prepared.
+
+    A hint to look, no proof: whoever reaches the transport can send it, and it may be lost.
+    """
+
+    slab_handle: int
+    session_id: str
+    rank: int
+
+
+class TransferNotification(msgspec.Struct, frozen=True, kw_only=True):
+    """What a writer sends through the transport, as JSON, after the last write of a rank's shard.
+
+    Attributes:
+        slab_handle: the attempt.
+        epoch: of the daemon that granted it; another epoch's is ignored.
+        rank: whose shard.
+        num_bytes: as in ``CommitReq``, and the others as well; a hint needs none of them.
+    """
+
+    slab_handle: int
+    epoch: str
+    rank: int
+    num_bytes: int = 0
+    num_tokens: int = 0
+    checksums: PlaneChecksums = ()
+    drained: bool = True
 
 
 class DrainReq(Request, frozen=True, kw_only=True):
@@ -545,7 +626,7 @@ AnyReply: TypeAlias = (
     | AckRep
     | ErrorRep
 )
-AnyPush: TypeAlias = SessionEnded | WatchTransition | WatchRefused | WatchLost
+AnyPush: TypeAlias = SessionEnded | TransferNotified | WatchTransition | WatchRefused | WatchLost
 
 
 # --- framing -----------------------------------------------------------------------------------
@@ -666,6 +747,30 @@ def decode_answer(payload: bytes) -> AnyReply | AnyPush | None:
     except _BAD_PAYLOAD as error:
         raise ProtocolError(f"the daemon sent what is no message: {error}") from None
     return answer
+
+
+_notification_encoder: Final = msgspec.json.Encoder()
+_notification_decoder: Final = msgspec.json.Decoder(TransferNotification)
+
+
+def encode_notification(notification: TransferNotification) -> str:
+    """Return the text of a transport's notification."""
+    return _notification_encoder.encode(notification).decode()
+
+
+def decode_notification(text: str) -> TransferNotification:
+    """Return what a transport's notification says.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        notification = _notification_decoder.decode(text)
+        # JSON has numbers of any size; what msgpack cannot hold could not be passed on.
+        _encoder.encode(notification)
+    except (*_BAD_PAYLOAD, UnicodeEncodeError, OverflowError) as error:
+        raise ProtocolError(f"no notification: {error}") from None
+    return notification
 
 
 def schema(kind: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from snapd.config import (
     load_config,
 )
 from snapd.errors import ConfigError
+from snapd.mooncakeconfig import MooncakeConfig
 from snapd.units import GIB, KIB, MIB
 
 
@@ -60,6 +61,7 @@ DEFAULTS = {
     "hugepages": "auto",
     "prefault": True,
     "transport": "shm",
+    "mooncake": MooncakeConfig(),
     "reserve_timeout_ms": 10_000,
     "transfer_timeout_ms": 30_000,
     "transfer_min_mb_per_s": 100,
@@ -95,7 +97,8 @@ def test_the_defaults_are_the_documented_ones_and_fit_together():
     assert {key: values[key] for key in DEFAULTS} == DEFAULTS
     assert set(values) == {*DEFAULTS, "socket_path", "log_path"}
     assert loaded.path is None
-    assert dict(loaded.origin) == dict.fromkeys(values, "default")
+    table = {f"mooncake.{key}" for key in msgspec.structs.asdict(values.pop("mooncake"))}
+    assert dict(loaded.origin) == dict.fromkeys({*values, *table}, "default")
 
 
 def test_a_config_made_without_loading_has_the_same_defaults(monkeypatch):
@@ -330,7 +333,7 @@ def test_only_variables_with_the_prefix_are_settings_and_the_files_path_is_none(
         ("prefault = 1", "write true or false"),
         ('prefault = "yes"', "write true or false"),
         ("hugepages = true", 'write "auto" or "off" or "on"'),
-        ('transport = "rdma"', 'write "shm"'),
+        ('transport = "rdma"', 'write "mooncake" or "shm"'),
         ("allowed_uids = 1000", "write a list"),
         ("allowed_uids = [-1]", "write a list"),
         ("allowed_uids = [4294967295]", "write a whole number from 0 to 4294967294"),
@@ -463,6 +466,9 @@ def test_settings_that_just_fit_together_are_taken(values):
         {"arenas": (ArenaConfig(device="gpu"),)},
         {"arenas": (ArenaConfig(), ArenaConfig())},
         {"hugepages": "maybe"},
+        {"mooncake": MooncakeConfig(notify_poll_ms=0)},
+        {"mooncake": MooncakeConfig(settings={"MC_A": 5})},
+        {"mooncake": MooncakeConfig(settings={"PATH": "/"})},
     ],
 )
 def test_a_config_made_without_loading_can_be_checked(changes):
@@ -475,18 +481,114 @@ def test_a_config_is_frozen():
         Config().lease_ms = 5  # type: ignore[misc]
 
 
+# --- mooncake ---------------------------------------------------------------------------------
+
+
+def test_each_key_of_mooncake_comes_from_the_highest_source_that_names_it(toml):
+    path = toml(
+        '[mooncake]\nprotocol = "rdma"\nhost = "a"\ndevices = "mlx5_0"\n'
+        '[mooncake.settings]\nMC_A = "1"\nMC_B = "2"'
+    )
+    env = {
+        "SNAPD_MOONCAKE_HOST": "b",
+        "SNAPD_MOONCAKE_DEVICES": "mlx5_1",
+        "SNAPD_MOONCAKE_NOTIFY_POLL_MS": "5",
+    }
+    flags = {"mooncake.devices": "mlx5_2", "mooncake.settings.MC_B": "3", "transport": "mooncake"}
+    loaded = load(path, env, flags)
+    assert loaded.config.transport == "mooncake"
+    assert loaded.config.mooncake == MooncakeConfig(
+        protocol="rdma", host="b", devices="mlx5_2", notify_poll_ms=5, settings={"MC_A": "1", "MC_B": "3"}
+    )
+    assert {key: value for key, value in loaded.origin.items() if key.startswith("mooncake.")} == {
+        "mooncake.protocol": str(path),
+        "mooncake.host": "environment SNAPD_MOONCAKE_HOST",
+        "mooncake.devices": "command line",
+        "mooncake.metadata_server": "default",
+        "mooncake.notify": "default",
+        "mooncake.notify_poll_ms": "environment SNAPD_MOONCAKE_NOTIFY_POLL_MS",
+        "mooncake.settings": "default",
+        "mooncake.settings.MC_A": str(path),
+        "mooncake.settings.MC_B": "command line",
+    }
+
+
+def test_mooncake_may_be_a_flag_that_is_typed_already():
+    wanted = MooncakeConfig(protocol="rdma", settings={"MC_A": "1"})
+    assert load_config(None, {}, {"mooncake": wanted}).mooncake == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("mooncake = 5", ": mooncake = 5 is wrong"),
+        ("mooncake = 5", "write a [mooncake] table, or its keys one by one, such as mooncake.protocol"),
+        ("[[mooncake]]", "write a [mooncake] table"),
+        ('[mooncake]\nprotocl = "tcp"', ": [mooncake]: 'protocl' is no setting; did you mean 'protocol'?"),
+        ('[mooncake]\nprotocol = "udp"', 'write "nvlink_intra" or "rdma" or "tcp"'),
+        ('[mooncake]\nhost = ""', ": mooncake.host = '' is wrong"),
+        ('[mooncake]\nhost = ""', 'write a host name or address, such as "10.0.0.7"'),
+        ("[mooncake]\nnotify_poll_ms = 0", "write a whole number from 1 to 60000"),
+        ("[mooncake]\nsettings = 5", "write a [mooncake.settings] table"),
+        ("[mooncake.settings]\nMC_A = 5", ": mooncake.settings.MC_A = 5 is wrong"),
+        ("[mooncake.settings]\nMC_A = 5", 'write text, such as "3"'),
+        ('[mooncake.settings]\nPATH = "/"', ": [mooncake.settings] = 'PATH' is wrong"),
+        ('[mooncake.settings]\nPATH = "/"', "write the name of one of Mooncake's variables"),
+        ('[mooncake.settings]\n"MC_A\\n" = "1"', "write the name of one of Mooncake's variables"),
+        ('[mooncake.settings]\nMC_A = "\\u0000"', 'write text, such as "3"'),
+    ],
+)
+def test_a_wrong_mooncake_table_is_refused_with_file_key_and_what_to_write(toml, text, wanted):
+    path = toml(text)
+    message = refused(path)
+    assert message.startswith(f"{path}: ")
+    assert wanted in message
+
+
+def test_a_wrong_key_of_mooncake_from_elsewhere_is_refused_by_its_name_there():
+    assert "did you mean 'mooncake.protocol'?" in refused(overrides={"mooncake.protocl": "tcp"})
+    assert "[mooncake.settings] = 'PATH'" in refused(overrides={"mooncake.settings.PATH": "/"})
+    assert "keys one by one" in refused(overrides={"mooncake": "tcp"})
+    assert "did you mean 'SNAPD_MOONCAKE_HOST'?" in refused(env={"SNAPD_MOONCAKE_HOTS": "a"})
+    assert refused(env={"SNAPD_MOONCAKE_NOTIFY": "x"}).startswith("environment: SNAPD_MOONCAKE_NOTIFY = 'x'")
+    assert "set Mooncake's own variables" in refused(env={"SNAPD_MOONCAKE_SETTINGS": "MC_A=1"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_host_that_means_every_address_is_refused(host):
+    flags = {"transport": "mooncake", "mooncake.host": host}
+    assert refused(overrides=flags).startswith(f"mooncake.host = {host!r} (command line) is no address")
+    assert load_config(None, {}, flags | {"transport": "shm"}).mooncake.host == host
+
+
+def test_nvlink_with_an_arena_on_the_host_is_refused_only_when_mooncake_is_used(toml):
+    path = toml('mooncake.protocol = "nvlink_intra"\ntransport = "mooncake"')
+    message = refused(path)
+    assert message.startswith(f"mooncake.protocol = 'nvlink_intra' ({path})")
+    assert "arena 0 (default)" in message and 'device = "cuda:N"' in message and '"tcp"' in message
+    assert load_config(path, {}, {"transport": "shm"}).mooncake.protocol == "nvlink_intra"
+    assert load_config(path, {}, {"device": "cuda:0"}).transport == "mooncake"
+
+
 # --- schema -----------------------------------------------------------------------------------
 
 
 def test_every_key_of_the_schema_is_described_and_none_is_open():
     schema = config_schema()
-    for name in ("Config", "ArenaConfig"):
+    for name in ("Config", "ArenaConfig", "MooncakeConfig"):
         definition = schema["$defs"][name]
         assert definition["additionalProperties"] is False
         undescribed = [key for key, value in definition["properties"].items() if not value.get("description")]
         assert undescribed == []
     assert {"arena", "ranks", "size", "device", "lease_ms"} <= set(schema["$defs"]["Config"]["properties"])
     json.dumps(schema)
+
+
+def inline(value) -> str:
+    """A value as TOML writes it in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {json.dumps(part)}" for key, part in value.items()) + "}"
+    return json.dumps(value)
 
 
 @pytest.mark.parametrize(
@@ -500,6 +602,10 @@ def test_every_key_of_the_schema_is_described_and_none_is_open():
         ({"unknown": 0}, False),
         ({"arena": []}, False),
         ({"device": "cuda"}, False),
+        ({"mooncake": {"protocol": "rdma", "settings": {"MC_GID_INDEX": "3"}}}, True),
+        ({"mooncake": {"settings": {"GID_INDEX": "3"}}}, False),
+        ({"mooncake": {"settings": {"MC_GID_INDEX": 3}}}, False),
+        ({"mooncake": {"protocl": "rdma"}}, False),
     ],
 )
 def test_the_schema_takes_what_the_loader_takes(document, valid, tmp_path):
@@ -507,8 +613,10 @@ def test_the_schema_takes_what_the_loader_takes(document, valid, tmp_path):
     path = tmp_path / "document.toml"
     arenas = document.get("arena", ())
     lines = [
-        f"{key} = {json.dumps(value)}" for key, value in document.items() if not (arenas and key == "arena")
+        f"{key} = {json.dumps(value)}" for key, value in document.items() if key not in ("arena", "mooncake")
     ]
+    lines += ["arena = []"] if document.get("arena") == [] else []
+    lines += [f"mooncake.{key} = {inline(value)}" for key, value in document.get("mooncake", {}).items()]
     for arena in arenas:
         lines += ["[[arena]]", *(f"{key} = {json.dumps(value)}" for key, value in arena.items())]
     path.write_text("\n".join(lines))

@@ -28,6 +28,9 @@ def schemas() -> dict[str, dict[str, Any]]:
             wire.schema(wire.SnapshotFinalizeIngestReqInput | wire.SnapshotFinalizeIngestReqOutput),
             "Between an orchestrator and P's worker",
         ),
+        "notification.schema.json": titled(
+            wire.schema(wire.TransferNotification), "What a writer sends through the transport"
+        ),
         "config.schema.json": titled(config_schema(), "The daemon's configuration file"),
     }
 

@@ -10,6 +10,13 @@ readonly venv=.venv
 readonly stamp=$venv/.installed      # where, and from what, the finished .venv was made
 readonly unfinished=$venv/.unfinished # there while a .venv is being made
 readonly candidates=(python3 python3.13 python3.12 python3.11)
+# What Mooncake's wheel is linked with and does not bring along: soname, Debian's package.
+readonly libraries=(
+    libibverbs.so.1 libibverbs1
+    librdmacm.so.1 librdmacm1
+    libnuma.so.1 libnuma1
+    libcurl.so.4 libcurl4
+)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { printf 'setup: %s\n' "$@" >&2; exit 1; }
@@ -43,29 +50,43 @@ find_python() {
     echo "$found"
 }
 
-# Install Debian's package with ensurepip for interpreter $1, or say how to.
-install_venv_module() {
-    local package as_root=()
-    package=$("$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
-    if ! command -v apt-get >/dev/null; then
-        fail "$1 has no ensurepip, so it cannot make a venv." \
-            "Install the package that holds it ($package on Debian and Ubuntu), or name another Python with PYTHON=..."
-    fi
+# Install Debian packages; fail when that cannot be done.
+apt_install() {
+    local as_root=()
+    command -v apt-get >/dev/null || return 1
     if [[ $(id -u) != 0 ]]; then
-        if ! sudo -n true 2>/dev/null; then
-            fail "$1 has no ensurepip, so it cannot make a venv. Run this, then make again:" \
-                "  sudo apt-get install -y $package"
-        fi
+        sudo -n true 2>/dev/null || return 1
         as_root=(sudo -n)
     fi
-    say "installing $package"
-    # The lists may be absent or old: fetch them only when the package is not to be had.
+    say "installing $*"
+    # The lists may be absent or old: fetch them only when a package is not to be had.
     as_root+=(env DEBIAN_FRONTEND=noninteractive apt-get)
-    "${as_root[@]}" install -y --no-install-recommends "$package" ||
-        { "${as_root[@]}" update && "${as_root[@]}" install -y --no-install-recommends "$package"; } ||
-        fail "$package could not be installed; $1 cannot make a venv without it." \
-            "Install it by hand, or name another Python with PYTHON=..."
+    "${as_root[@]}" install -y --no-install-recommends "$@" >&2 ||
+        { "${as_root[@]}" update >&2 && "${as_root[@]}" install -y --no-install-recommends "$@" >&2; }
+}
+
+# Install Debian's package with ensurepip for interpreter $1, or say how to.
+install_venv_module() {
+    local package
+    package=$("$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+    apt_install "$package" || fail "$1 has no ensurepip, so it cannot make a venv." \
+        "Install the package that holds it ($package on Debian and Ubuntu), then run make again:" \
+        "  sudo apt-get install -y $package" \
+        "or name another Python with PYTHON=..."
     can_make_venv "$1" || fail "$package is installed, and $1 still has no ensurepip: name another with PYTHON=..."
+}
+
+# Install the shared libraries that Mooncake needs, or say how to and go on without.
+install_libraries() {
+    local missing=() i
+    for ((i = 0; i < ${#libraries[@]}; i += 2)); do
+        "$venv/bin/python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "${libraries[i]}" 2>/dev/null ||
+            missing+=("${libraries[i + 1]}")
+    done
+    [[ ${#missing[@]} == 0 ]] && return
+    apt_install "${missing[@]}" ||
+        say "Mooncake cannot be used, and its tests are skipped, until these are installed:" \
+            "sudo apt-get install -y ${missing[*]}"
 }
 
 main() {
@@ -90,6 +111,7 @@ main() {
     say "installing the package and its development tools; the first time this takes minutes"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]' ||
         fail "pip could not install everything; see above. Run make again when the cause is gone."
+    install_libraries
     echo "$want" >"$stamp"
     rm "$unfinished"
     say "$venv is ready"

@@ -58,7 +58,10 @@ def config(config_path: Path | None, checked_path: Path | None, as_json: bool) -
         settings = {
             key: {"value": _utf8(getattr(loaded.config, name)), "origin": _utf8(loaded.origin[name])}
             for name, key in _KEYS.items()
+            if name != "mooncake"
         }
+        for name, value in _mooncake_values(loaded).items():
+            settings[name] = {"value": _utf8(value), "origin": _utf8(loaded.origin[name])}
         print_json({"path": _utf8(str(loaded.path)) if loaded.path else None, "settings": settings})
     else:
         for line in toml_lines(loaded):
@@ -69,13 +72,26 @@ def toml_lines(loaded: Loaded) -> list[str]:
     """Return the configuration as a TOML file, each setting with its origin in a comment."""
     lines = [_comment(f"file: {loaded.path or 'none'}")]
     for name, key in _KEYS.items():
-        if name != "arenas":
+        if name not in ("arenas", "mooncake"):
             value = toml_value(key, getattr(loaded.config, name))
             lines.append(f"{key} = {value}  {_comment(loaded.origin[name])}")
+    lines += ["", "[mooncake]"]
+    for name, value in _mooncake_values(loaded).items():
+        # In a table a dotted key makes a table inside it.
+        key = name.removeprefix("mooncake.")
+        lines.append(f"{key} = {toml_value(key, value)}  {_comment(loaded.origin[name])}")
     for arena in loaded.config.arenas:
         lines += ["", f"[[arena]]  {_comment(loaded.origin['arenas'])}"]
         lines += [f"{key} = {toml_value(key, value)}" for key, value in msgspec.structs.asdict(arena).items()]
     return lines
+
+
+def _mooncake_values(loaded: Loaded) -> dict[str, Any]:
+    """Return Mooncake's settings under the keys that their origins have, one for each of its variables."""
+    values = msgspec.structs.asdict(loaded.config.mooncake)
+    variables = values.pop("settings")
+    values |= {f"settings.{name}": value for name, value in variables.items()}
+    return {f"mooncake.{name}": value for name, value in values.items()}
 
 
 def toml_value(key: str, value: Any) -> str:

@@ -49,6 +49,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "watch": LazyCommand("snapd.cli.watch:watch", "Print transitions as they happen."),
     "abort": LazyCommand("snapd.cli.abort:abort", "End an attempt, or all open ones of a session."),
     "drain": LazyCommand("snapd.cli.drain:drain", "Take no new attempts, or take them again."),
+    "doctor": LazyCommand("snapd.cli.doctor:doctor", "Say what works on this machine, and what to do."),
     "config": LazyCommand("snapd.cli.config:config", "Print the configuration and where it comes from."),
     "demo": LazyCommand("snapd.cli.demo:demo", "Play a trace: a daemon, D workers and P ranks, real bytes."),
 }

@@ -24,6 +24,7 @@ Examples:
   snapd serve --ranks 4 --size 8GiB
   snapd serve --config /etc/kv-snapd/snapd.toml --set lease_ms=5000
   snapd serve --socket /tmp/p0.sock --log /tmp/p0.jsonl --size 512MiB
+  snapd serve --transport mooncake --protocol rdma --set mooncake.host=10.0.0.7
 
 \b
 A flag wins over the environment (SNAPD_LEASE_MS=5000), which wins over the file.
@@ -37,7 +38,8 @@ Exit status: 0 stopped as asked, 1 it cannot start, 2 wrong usage or configurati
 @click.option("--ranks", metavar="N", help="Equal arenas for this many P ranks.")
 @click.option("--size", metavar="SIZE", help="Size of each arena, such as 8GiB.")
 @click.option("--device", metavar="DEVICE", help="Where arenas are: cpu, or cuda:N.")
-@click.option("--transport", metavar="NAME", help="How bytes travel.")
+@click.option("--transport", metavar="NAME", help="How bytes travel: shm, or mooncake.")
+@click.option("--protocol", metavar="NAME", help="With mooncake: tcp, rdma or nvlink_intra.")
 @click.option(
     "--set", "assignments", metavar="KEY=VALUE", multiple=True, help="Any other setting; may be repeated."
 )
@@ -52,6 +54,7 @@ def serve(
     config_path: Path | None,
     socket: str | None,
     log: str | None,
+    protocol: str | None,
     assignments: tuple[str, ...],
     log_format: str,
     **shorthand: str | None,
@@ -61,7 +64,7 @@ def serve(
     It makes one arena for each rank, listens on a unix socket and writes the event log. 'snapd config' shows
     every setting with its value.
     """
-    flags = {"socket_path": socket, "log_path": log, **shorthand}
+    flags = {"socket_path": socket, "log_path": log, "mooncake.protocol": protocol, **shorthand}
     overrides: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from snapd.core.session import ArenaView
-    from snapd.wire import StatsRep
+    from snapd.wire import MooncakeStatistics, StatsRep
 
 _BAR_CELLS: Final = 50
 # Live and in use, evictable, quarantined, free.
@@ -43,7 +43,7 @@ Examples:
   watch -n1 snapd status"""
 )
 @daemon_options
-@click.option("--limits", is_flag=True, help="Show the configured bounds too.")
+@click.option("--limits", is_flag=True, help="Show the configured bounds too, and Mooncake's settings.")
 @json_option
 def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
     """Show arenas, open attempts, how attempts ended, and the log's health.
@@ -54,9 +54,15 @@ def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
     with daemon.connect() as client:
         stats = client.stats()
     if as_json:
-        print_json(fields_of(stats) | {"log": fields_of(stats.log), "ok_rate": ok_rate(stats)})
+        mooncake = fields_of(stats.mooncake) if stats.mooncake else None
+        print_json(
+            fields_of(stats) | {"log": fields_of(stats.log), "mooncake": mooncake, "ok_rate": ok_rate(stats)}
+        )
         return
     _show_daemon(stats)
+    if stats.mooncake:
+        _show_mooncake(stats.mooncake)
+    say()
     _show_arenas(stats.core.arenas)
     _show_attempts(stats)
     _show_outcomes(stats)
@@ -83,7 +89,20 @@ def _show_daemon(stats: "StatsRep") -> None:
     )
     if stats.core.is_draining:
         say("DRAINING: no new attempts are taken ('snapd drain --off' takes them again)", "bold yellow")
-    say()
+
+
+def _show_mooncake(mooncake: "MooncakeStatistics") -> None:
+    reach = "this host only" if mooncake.is_loopback_only else "every address of this host"
+    devices = f" over {printable(mooncake.devices)}" if mooncake.devices else ""
+    say(
+        f"mooncake {printable(mooncake.segment_name)}, {mooncake.protocol}{devices}, open to {reach}, "
+        f"{plural(mooncake.registered_pieces, 'registered piece')}, metadata "
+        f"{printable(mooncake.metadata_server)} ({printable(mooncake.package)})"
+    )
+    say(
+        f"notifications {mooncake.notify}: {mooncake.notifications_taken:,} taken, "
+        f"{mooncake.notifications_refused:,} refused, {mooncake.notifications_ignored:,} ignored"
+    )
 
 
 def _show_arenas(arenas: "tuple[ArenaView, ...]") -> None:
@@ -192,6 +211,12 @@ def _show_limits(stats: "StatsRep") -> None:
     for name, value in stats.limits.items():
         table.add(name, str(value), shown_limit(name, value))
     table.show()
+    if stats.mooncake and stats.mooncake.settings:
+        say()
+        table = Table("MOONCAKE SETTING", "VALUE")
+        for variable, text in sorted(stats.mooncake.settings.items()):
+            table.add(printable(variable), printable(text))
+        table.show()
 
 
 def shown_limit(name: str, value: int) -> str:

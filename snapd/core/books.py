@@ -68,7 +68,8 @@ class Books:
     Attributes:
         open: attempts that have not ended, by handle.
         ended: the latest attempts that have, oldest first, for exact repeats of late messages.
-        lru: what can be evicted: READY, unleased, and not waiting to be aborted.
+        lru: what can be evicted: READY, unleased, drained, and not waiting to be aborted.
+        undrained: what could be, but that a write may still land: evicting it makes no room.
         handles_of_writer: attempts that a local process's exit is drain proof for.
     """
 
@@ -78,6 +79,7 @@ class Books:
         self.buffer = Buffer(arenas, alignment_bytes)
         self.directory = Directory(settings.layouts_max, settings.session_history_max)
         self.lru: LruIndex[int] = LruIndex()
+        self.undrained: set[int] = set()
         self.open: dict[int, Session] = {}
         self.ended: OrderedDict[int, Session] = OrderedDict()
         self.handles_of_writer: dict[int, set[int]] = {}
@@ -95,7 +97,11 @@ class Books:
         return self.open.get(handle) or self.ended.get(handle)
 
     def touch(self, session: Session) -> None:
-        """Make a READY attempt the most recently used, and evictable."""
+        """Make a READY attempt the most recently used, and evictable once it is drained."""
+        if not session.is_drained:
+            self.undrained.add(session.handle)
+            return
+        self.undrained.discard(session.handle)
         self.lru.touch(
             session.handle,
             {
@@ -103,6 +109,11 @@ class Books:
                 for rank, shard in session.shards.items()
             },
         )
+
+    def keep_from_eviction(self, handle: int) -> None:
+        """The attempt is leased, or has ended."""
+        self.lru.discard(handle)
+        self.undrained.discard(handle)
 
     def forget_writer(self, writer_id: int, handle: int) -> None:
         """The writer's exit proves nothing more about this attempt."""

@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from snapd.core.records import QuarantineWhy
+from snapd.core.events import State
+from snapd.core.records import QuarantineWhy, ReleaseWhy
 from snapd.core.session import ArenaView
 from snapd.core.slab import Extent, SlabAllocator
 from snapd.errors import InvariantBroken
@@ -25,8 +26,10 @@ class Quarantined(msgspec.Struct, frozen=True):
         bytes: payload.
         since_ns: when that began.
         why: what may still touch them; see ``records.SlabQuarantined``.
-        lease_id: the lease under which they may still be read, when *why* is ``leased``.
+        lease_id: the lease under which they may still be read; 0: nobody reads.
         writer_id: the process whose exit is drain proof; 0: there is no such process.
+        proof: of drain, if it came while somebody read still.
+        state: in which the attempt ended.
     """
 
     session_id: str
@@ -37,6 +40,8 @@ class Quarantined(msgspec.Struct, frozen=True):
     why: QuarantineWhy
     lease_id: int = 0
     writer_id: int = 0
+    proof: ReleaseWhy | None = None
+    state: State = State.ABORTED
 
 
 class Buffer:

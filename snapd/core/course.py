@@ -26,6 +26,7 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
         case e.TransferStarted():
             return ("start",)
         case e.RankCommitted():
+            # Without `drained`: what the first one said of it holds, until a proof comes.
             return ("commit", event.rank, event.num_bytes, event.num_tokens, event.checksums)
         case e.TransferFailed():
             return ("fail", event.rank, event.reason)
@@ -138,7 +139,7 @@ class Course:
             session: the attempt.
             state: INGESTED or ABORTED.
             reason: why.
-            drained_ranks: shards in which no write can still land, although they are not committed.
+            drained_ranks: shards in which no write can still land, whatever their commits said.
             proof: how that is known.
             corrupt_rank: the shard whose bytes did not match: whoever wrote there may go on.
         """
@@ -156,15 +157,13 @@ class Course:
             extents, shard.extents = shard.extents, ()
             if shard.rank == corrupt_rank:
                 self._quarantine.hold(session, shard.rank, extents, "corrupt")
+            elif not shard.is_drained and shard.rank not in drained_ranks:
+                drain_wanted = True
+                self._quarantine.hold(session, shard.rank, extents, "undrained", reading.get(shard.rank))
             elif shard.rank in reading:
                 self._quarantine.hold(session, shard.rank, extents, "leased", reading[shard.rank])
-            elif shard.is_committed:
-                self._quarantine.free(session, shard.rank, extents, "final")
-            elif shard.rank in drained_ranks:
-                self._quarantine.free(session, shard.rank, extents, proof)
             else:
-                drain_wanted = True
-                self._quarantine.hold(session, shard.rank, extents, "undrained")
+                self._quarantine.free(session, shard.rank, extents, "final" if shard.is_drained else proof)
         self._record_outcome(session)
         for conn_id in sorted(conn_ids - {0}):
             self._out.tell(
@@ -175,7 +174,7 @@ class Course:
     def _bury(self, session: Session) -> None:
         """Move an ended attempt from the open ones to the bounded history."""
         books = self._books
-        books.lru.discard(session.handle)
+        books.keep_from_eviction(session.handle)
         books.directory.remove(session)
         books.page_keys_held -= len(session.page_keys)
         session.page_keys = ()  # The history keeps what a repeat needs, and page keys can be many.

@@ -59,19 +59,21 @@ class TransferStarted(SessionEvent, frozen=True, kw_only=True):
 
 
 class RankCommitted(SessionEvent, frozen=True, kw_only=True):
-    """Every write of one rank's shard is final.
+    """Every byte of one rank's shard is there.
 
     Attributes:
         rank: whose shard.
         num_bytes: payload bytes written, without padding.
         num_tokens: tokens written.
         checksums: one pair of sums a plane, shape [num_planes].
+        drained: no write of the shard can still land; False: one that failed and was repeated may.
     """
 
     rank: int
     num_bytes: int
     num_tokens: int
     checksums: PlaneChecksums
+    drained: bool = True
     conn_id: int = 0
 
 
@@ -96,13 +98,15 @@ class AbortAsked(SessionEvent, frozen=True, kw_only=True):
 
 
 class WriterDrained(SessionEvent, frozen=True, kw_only=True):
-    """Drain proof for an attempt that has ended: no write of *rank* (None: any) can still land."""
+    """Drain proof for what has ended or was committed: no write of *rank* (None: any) can still land."""
 
     rank: int | None = None
 
 
 class WriterExited(SessionEvent, frozen=True, kw_only=True):
-    """The one local process that writes this attempt is gone: drain proof."""
+    """The one local process that writes this attempt is gone; drain proof, unless *drained* is False."""
+
+    drained: bool = True
 
 
 class LeaseAsked(SessionEvent, frozen=True, kw_only=True):
@@ -237,9 +241,15 @@ class LookupAsked(Event, frozen=True, kw_only=True):
 
 
 class WriterGone(Event, frozen=True, kw_only=True):
-    """A local process has exited; all that it was writing is drained."""
+    """A local process has exited.
+
+    Attributes:
+        writer_id: of that process.
+        drained: nothing of it can land any more; False: its bytes may be under way in the network.
+    """
 
     writer_id: int
+    drained: bool = True
 
 
 class QuarantineTimedOut(Event, frozen=True, kw_only=True):

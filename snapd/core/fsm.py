@@ -47,6 +47,7 @@ TRANSITIONS: Final[dict[State, dict[type[e.SessionEvent], Cell]]] = {
     },
     S.TRANSFERRING: {
         e.RankCommitted: Cell((S.TRANSFERRING, S.READY, S.ABORTED), "commit_rank"),
+        e.WriterDrained: Cell((S.TRANSFERRING,), "note_drained"),
         e.TransferFailed: Cell((S.TRANSFERRING, S.ABORTED), "fail_transfer"),
         e.AbortAsked: Cell((S.ABORTED,), "abort"),
         e.WriterExited: Cell((S.ABORTED,), "lose_writer"),
@@ -59,6 +60,8 @@ TRANSITIONS: Final[dict[State, dict[type[e.SessionEvent], Cell]]] = {
         e.VoteCast: Cell((S.READY, S.INGESTED, S.ABORTED), "count_vote"),
         e.LeaseTimedOut: Cell((S.READY, S.ABORTED), "revoke_lease"),
         e.LookedUp: Cell((S.READY,), "touch"),
+        e.WriterDrained: Cell((S.READY,), "note_drained"),
+        e.WriterExited: Cell((S.READY,), "note_exit"),
         e.AbortAsked: Cell((S.READY, S.ABORTED), "abort"),
         e.ReadyExpired: Cell((S.READY, S.ABORTED), "expire_state"),
         e.VictimChosen: Cell((S.ABORTED,), "evict"),
@@ -79,7 +82,6 @@ REJECTED: Final[dict[State, dict[type[e.SessionEvent], Reason]]] = {
     S.TRANSFERRING: {
         e.LeaseAsked: Reason.WRONG_STATE,
         e.VoteCast: Reason.WRONG_STATE,
-        e.WriterDrained: Reason.WRONG_STATE,
         e.VictimChosen: Reason.WRONG_STATE,
     },
     S.READY: {e.TransferFailed: Reason.WRONG_STATE},
@@ -100,16 +102,15 @@ ABSORBED: Final[dict[State, frozenset[type[e.SessionEvent]]]] = {
     S.RESERVED: (_STALE_STATE_TIMERS - {e.ReserveTimedOut}) | {e.LeaseTimedOut, e.LookedUp},
     S.TRANSFERRING: (_STALE_STATE_TIMERS - {e.TransferTimedOut})
     | {e.TransferStarted, e.LeaseTimedOut, e.LookedUp},
-    S.READY: (_STALE_STATE_TIMERS - {e.ReadyExpired})
-    | {e.TransferStarted, e.RankCommitted, e.WriterExited, e.WriterDrained},
+    S.READY: (_STALE_STATE_TIMERS - {e.ReadyExpired}) | {e.TransferStarted, e.RankCommitted},
     S.INGESTED: _EVERY_EVENT,
     S.ABORTED: _EVERY_EVENT,
 }
 
 # --- What does not fit the table ---------------------------------------------------------------
 
-# Events that an ABORTED attempt absorbs and that are heard all the same by the quarantine in
-# which its bytes lie: as drain proof from the writer, or as the end of a read.
+# Events that an attempt absorbs once it has ended and that are heard all the same by the quarantine
+# in which its bytes lie: as drain proof from the writer, or as the end of a read.
 HEARD_BY_QUARANTINE: Final[frozenset[type[e.SessionEvent]]] = frozenset({
     e.WriterDrained, e.TransferFailed, e.AbortAsked, e.WriterExited, e.VoteCast,
 })  # fmt: skip

@@ -3,6 +3,7 @@
 Source: design, section 3.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from snapd.core import events as e
@@ -31,7 +32,7 @@ class Lives(Course):
         self._out.reply(e.Accepted(session.state))
 
     def commit_rank(self, session: Session, event: e.RankCommitted) -> None:
-        """RESERVED, TRANSFERRING: one rank's writes are final; READY once every rank's are."""
+        """RESERVED, TRANSFERRING: one rank's bytes are there; READY once every rank's are."""
         shard = session.shards.get(event.rank)
         if shard is None:
             self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
@@ -57,6 +58,7 @@ class Lives(Course):
         if session.state is State.RESERVED:
             self._enter(session, State.TRANSFERRING, Reason.OK)
         shard.is_committed = True
+        shard.is_drained = event.drained
         shard.checksums = event.checksums
         self._books.bytes_committed += session.shard_bytes
         if all(other.is_committed for other in session.shards.values()):
@@ -85,9 +87,36 @@ class Lives(Course):
         self._answer(session, event, e.Accepted(session.state))
 
     def lose_writer(self, session: Session, event: e.WriterExited) -> None:
-        """RESERVED, TRANSFERRING: the process that was writing is gone, and can write no more."""
-        del event
-        self._end(session, State.ABORTED, Reason.WRITER_GONE, tuple(session.shards), "writer-gone")
+        """RESERVED, TRANSFERRING: the process that was writing is gone, and begins no write any more."""
+        drained_ranks = tuple(session.shards) if event.drained else ()
+        self._end(session, State.ABORTED, Reason.WRITER_GONE, drained_ranks, "writer-gone")
+
+    def note_exit(self, session: Session, event: e.WriterExited) -> None:
+        """READY: the process that wrote it is gone."""
+        if event.drained:
+            self._note_proof(session, session.shards)
+
+    def note_drained(self, session: Session, event: e.WriterDrained) -> None:
+        """TRANSFERRING, READY: nothing can still land in what is committed; the rest may yet be written."""
+        if event.rank is not None and event.rank not in session.shards:
+            self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
+            return
+        ranks = [rank for rank, shard in session.shards.items() if shard.is_committed]
+        if event.rank is not None:
+            ranks = [rank for rank in ranks if rank == event.rank]
+        if not ranks:
+            self._out.refuse(Reason.WRONG_STATE, f"the attempt is {session.state} and that is not committed")
+            return
+        self._note_proof(session, ranks)
+        self._out.reply(e.Accepted(session.state))
+
+    def _note_proof(self, session: Session, ranks: Iterable[int]) -> None:
+        """Remember that nothing can still land in committed shards: their bytes are freed at the end."""
+        was_drained = session.is_drained
+        for rank in ranks:
+            session.shards[rank].is_drained = True
+        if session.is_drained and not was_drained:
+            self._settle(session)
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -145,7 +174,7 @@ class Lives(Course):
         deadline_ns = now_ns + ms_to_ns(self._books.settings.lease_ms)
         lease = Lease(self._last_lease_id, session.round, now_ns, deadline_ns, conn_id)
         shard.lease = lease
-        self._books.lru.discard(session.handle)
+        self._books.keep_from_eviction(session.handle)
         self._out.record(
             r.LeaseGranted(
                 at_ns=now_ns,
@@ -323,6 +352,7 @@ class Lives(Course):
     ) -> bool:
         """End the attempt now, or note why it ends once nobody reads; return whether it waits."""
         if session.is_leased:
+            self._note_proof(session, drained_ranks)
             session.abort_wanted = session.abort_wanted or reason
             return True
         self._end(session, State.ABORTED, reason, drained_ranks)

@@ -90,8 +90,9 @@ class Machine:
 
     def _take_unknown(self, event: e.SessionEvent) -> None:
         """A handle that is not remembered: its bytes may be in quarantine still and hear a proof."""
+        state = self._quarantine.state_of(event.slab_handle)
         if self._quarantine.hear(event) and isinstance(event, e.WriterDrained):
-            self._out.reply(e.Accepted(State.ABORTED))
+            self._out.reply(e.Accepted(state))
         else:
             self._out.refuse(Reason.STALE_HANDLE, f"no attempt {event.slab_handle} in this epoch")
 
@@ -121,7 +122,7 @@ class Machine:
 
     def _writer_gone(self, event: e.WriterGone) -> None:
         for handle in sorted(self.books.handles_of_writer.get(event.writer_id, ())):
-            self._take(e.WriterExited(at_ns=event.at_ns, slab_handle=handle))
+            self._take(e.WriterExited(at_ns=event.at_ns, slab_handle=handle, drained=event.drained))
 
     def _drain(self, event: e.DrainAsked) -> None:
         self.books.is_draining = event.draining
@@ -143,7 +144,8 @@ class Machine:
     @property
     def num_leased(self) -> int:
         """Attempts that a rank reads: they are READY, and cannot be evicted."""
-        return len(self.books.open) - self.books.directory.num_writing - len(self.books.lru)
+        books = self.books
+        return len(books.open) - books.directory.num_writing - len(books.lru) - len(books.undrained)
 
     def view(self, handle: int) -> SessionView | None:
         """Return an attempt for an operator, or None."""
@@ -189,11 +191,15 @@ class Machine:
             _check_open(handle, session, books.buffer.ranks)
             for rank, shard in session.shards.items():
                 owned.setdefault(rank, []).extend(shard.extents)
-            is_evictable = session.state is State.READY and not session.is_leased
-            if (handle in books.lru) != is_evictable:
+            is_idle = session.state is State.READY and not session.is_leased
+            if (handle in books.lru) != (is_idle and session.is_drained):
                 raise InvariantBroken(f"attempt {handle}: whether it is evictable is wrong")
+            if (handle in books.undrained) != (is_idle and not session.is_drained):
+                raise InvariantBroken(f"attempt {handle}: whether only drain proof is missing is wrong")
         books.buffer.validate(owned)
         books.lru.validate()
+        if not books.undrained <= books.open.keys():
+            raise InvariantBroken("something that is not open waits for drain proof")
         if len(books.lru) != sum(1 for handle in books.open if handle in books.lru):
             raise InvariantBroken("something that is not open is evictable")
         for handle, session in books.ended.items():
@@ -233,6 +239,8 @@ def _check_open(handle: int, session: Session, ranks: tuple[int, ...]) -> None:
             raise InvariantBroken(f"attempt {handle}: a vote of a round that is over waits")
     if (session.state is State.READY) != all(shard.is_committed for shard in session.shards.values()):
         raise InvariantBroken(f"attempt {handle} is {session.state} and that is not what its ranks say")
+    if any(shard.is_drained and not shard.is_committed for shard in session.shards.values()):
+        raise InvariantBroken(f"attempt {handle} has a shard that is drained and not committed")
     if session.abort_wanted is not None and not session.is_leased:
         raise InvariantBroken(f"attempt {handle} waits for readers and has none")
 

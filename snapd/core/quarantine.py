@@ -5,10 +5,13 @@ A timeout leads here and never to free; only a proof or the time leads out.
 Source: design, sections 2 and 3.
 """
 
+import msgspec
+
 from snapd.core import events as e
 from snapd.core import records as r
 from snapd.core.books import Books
 from snapd.core.buffer import Quarantined
+from snapd.core.events import State
 from snapd.core.fsm import HEARD_BY_QUARANTINE
 from snapd.core.session import Lease, Session
 from snapd.core.slab import Extent
@@ -48,9 +51,11 @@ class Quarantine:
         why: r.QuarantineWhy,
         lease: Lease | None = None,
     ) -> None:
-        """Keep live extents back, until *lease* is over or for ``quarantine_ms``."""
+        """Keep live extents back for ``quarantine_ms``, until *lease* is over, or for the longer of both."""
         out = self._books.outbox
-        until_ns = lease.deadline_ns if lease else out.now_ns + ms_to_ns(self._books.settings.quarantine_ms)
+        until_ns = lease.deadline_ns if lease else 0
+        if why != "leased":
+            until_ns = max(until_ns, out.now_ns + ms_to_ns(self._books.settings.quarantine_ms))
         item = Quarantined(
             session_id=session.session_id,
             bytes=session.shard_bytes,
@@ -60,6 +65,7 @@ class Quarantine:
             why=why,
             lease_id=lease.lease_id if lease else 0,
             writer_id=session.writer_id,
+            state=session.state,
         )
         self._books.buffer.put_in_quarantine(session.handle, rank, item)
         out.record(
@@ -78,32 +84,46 @@ class Quarantine:
         self._arm(session.handle, rank, until_ns)
 
     def hear(self, event: e.SessionEvent) -> bool:
-        """Take a drain proof or the end of a read; return whether it released anything.
+        """Take a drain proof or the end of a read; return whether it was about anything here.
 
-        Corrupt bytes hear nothing: their writer had said that it was done, and somebody wrote there.
+        What may be written and is read needs both. Corrupt bytes hear nothing: their writer had said that
+        it was done, and somebody wrote there.
         """
         by_rank = self._books.buffer.quarantine.get(event.slab_handle)
         if by_rank is None or type(event) not in HEARD_BY_QUARANTINE:
             return False
-        why: r.ReleaseWhy = "drained"
-        released: list[int] = []
         if isinstance(event, e.VoteCast):
-            # A vote says that this reader is done; it says nothing about writers.
-            why = "lease-ended"
-            item = by_rank.get(event.rank)
-            if item is not None and item.why == "leased" and item.lease_id == event.lease_id:
-                released = [event.rank]
-        elif isinstance(event, e.WriterExited):
-            why = "writer-gone"
-            released = [rank for rank, item in by_rank.items() if item.why == "undrained"]
-        elif isinstance(event, e.WriterDrained) or getattr(event, "drained", False):
-            only = getattr(event, "rank", None)
-            released = [
-                rank for rank, item in by_rank.items() if item.why == "undrained" and only in (None, rank)
-            ]
-        for rank in released:
-            self.release(event.slab_handle, rank, why)
-        return bool(released)
+            return self._hear_vote(event, by_rank)
+        if not (isinstance(event, e.WriterDrained) or getattr(event, "drained", False)):
+            return False
+        why: r.ReleaseWhy = "writer-gone" if isinstance(event, e.WriterExited) else "drained"
+        only = getattr(event, "rank", None)
+        heard = [rank for rank, item in by_rank.items() if item.why == "undrained" and only in (None, rank)]
+        for rank in heard:
+            item = by_rank[rank]
+            if item.lease_id:
+                by_rank[rank] = msgspec.structs.replace(item, proof=item.proof or why)
+            else:
+                self.release(event.slab_handle, rank, why)
+        return bool(heard)
+
+    def _hear_vote(self, event: e.VoteCast, by_rank: dict[int, Quarantined]) -> bool:
+        """A vote says that this reader is done; it says nothing about writers."""
+        item = by_rank.get(event.rank)
+        if item is None or not item.lease_id or item.lease_id != event.lease_id:
+            return False
+        if item.why == "leased":
+            self.release(event.slab_handle, event.rank, "lease-ended")
+        elif item.proof is not None:
+            self.release(event.slab_handle, event.rank, item.proof)
+        else:
+            by_rank[event.rank] = msgspec.structs.replace(item, lease_id=0)
+        return True
+
+    def state_of(self, handle: int) -> State | None:
+        """Return how an attempt ended of which bytes are kept."""
+        items = self._books.buffer.quarantine.get(handle, {}).values()
+        return next((item.state for item in items), None)
 
     def time_out(self, event: e.QuarantineTimedOut) -> None:
         """Release what has been kept long enough; a timer that fired early is armed again."""

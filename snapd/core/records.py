@@ -130,7 +130,7 @@ class SlabReleased(_Record, frozen=True, kw_only=True, tag="slab.released"):
     Attributes:
         was: what they were until now.
         duration_ms: for how long they were that.
-        why: ``final``: every write was committed and no lease was held; ``drained``: drain proof;
+        why: ``final``: committed, nothing can still land, and no lease was held; ``drained``: drain proof;
             ``writer-gone``: the writing process has exited; ``lease-ended``: the reader has voted
             or its lease is over; ``time``: the quarantine's time has passed.
     """

@@ -69,11 +69,17 @@ class Lease:
 
 @dataclass(slots=True)
 class Shard:
-    """What an attempt holds in one rank's arena. ``extents`` is empty once they were given up."""
+    """What an attempt holds in one rank's arena.
+
+    Attributes:
+        extents: empty once they were given up.
+        is_drained: committed, and no write can still land.
+    """
 
     rank: int
     extents: tuple[Extent, ...]
     is_committed: bool = False
+    is_drained: bool = False
     checksums: PlaneChecksums = ()
     lease: Lease | None = None
 
@@ -139,6 +145,11 @@ class Session:
     def is_leased(self) -> bool:
         """A rank reads, or has voted and waits."""
         return any(shard.lease is not None for shard in self.shards.values())
+
+    @property
+    def is_drained(self) -> bool:
+        """Every shard is committed, and no write can still land."""
+        return all(shard.is_drained for shard in self.shards.values())
 
 
 def shard_plane_offsets_bytes(

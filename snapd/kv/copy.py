@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -110,62 +110,43 @@ def _check_planes(planes: Sequence[torch.Tensor], pool: KVPool, num_tokens: int)
             raise InvalidRequest("two planes share bytes")
 
 
-class CopyJob(abc.ABC):
-    """A gather or a scatter that is done in bounded steps.
-
-    Everything is checked when the job is made, before a byte moves. The planes, the pool and the slots must
-    stay as they are until the job is done.
+class SlotMoves(abc.ABC):
+    """What every copy between the slots of a pool and planes is made of: what to move at once, and how.
 
     Attributes:
         bytes_total: bytes of all planes.
         bytes_done: bytes moved so far.
     """
 
-    def __init__(
-        self, pool: KVPool, slots: torch.Tensor, planes: Sequence[torch.Tensor], *, checksum: bool = True
-    ) -> None:
-        """Check both sides and plan the pieces.
+    # The planes' memory is this process's own: it may be summed where it lies.
+    _is_part_own: ClassVar[bool] = False
 
-        Args:
-            pool: on the CPU.
-            slots: int64, shape [num_tokens], as ``KVPool.check_slots`` wants them.
-            planes: one for each of the pool's, uint8, shape [num_tokens * stride_bytes], contiguous, on the
-                CPU, apart from each other.
-            checksum: whether to sum the planes; False is for benchmarks.
+    def __init__(self, pool: KVPool, slots: torch.Tensor, *, checksum: bool) -> None:
+        """Check *slots* and plan the pieces.
 
         Raises:
-            InvalidRequest: something does not fit; nothing moved.
+            InvalidRequest: the pool is not on the CPU, or the slots are not its own.
         """
         if pool.device.type != "cpu":
             raise InvalidRequest(f"the pool is on {pool.device}; this copy is for the CPU")
         num_tokens = slots.numel()
         pool.check_slots(slots, num_tokens)
-        _check_planes(planes, pool, num_tokens)
         self._pool = pool
         self._slots = slots.contiguous()
-        self._planes = tuple(planes)
-        self._sums = tuple(ChecksumAccumulator() for _ in planes) if checksum else ()
-        strides = {place.stride_bytes for place in pool.planes}
+        self._sums = tuple(ChecksumAccumulator() for _ in pool.planes) if checksum else ()
+        self._page_numbers = self._slots[:: pool.page_size_tokens] // pool.page_size_tokens
         self._pieces = {
             stride_bytes: _pieces(self._slots, stride_bytes, pool.page_size_tokens)
-            for stride_bytes in strides
+            for stride_bytes in {place.stride_bytes for place in pool.planes}
         }
-        self._page_numbers = self._slots[:: pool.page_size_tokens] // pool.page_size_tokens
-        self._todo = self._all_pieces()
-        self._next = next(self._todo, None)
         self._private = torch.empty(0, dtype=torch.uint8)
-        self.bytes_total = sum(plane.numel() for plane in planes)
+        self.bytes_total = num_tokens * sum(place.stride_bytes for place in pool.planes)
         self.bytes_done = 0
 
-    def _all_pieces(self) -> Iterator[tuple[int, Piece]]:
-        for plane_index, place in enumerate(self._pool.planes):
-            for piece in self._pieces[place.stride_bytes]:
-                yield plane_index, piece
-
     @property
+    @abc.abstractmethod
     def done(self) -> bool:
         """Whether every byte was moved."""
-        return self._next is None
 
     @property
     def checksums(self) -> tuple[PlaneChecksum, ...]:
@@ -178,34 +159,16 @@ class CopyJob(abc.ABC):
             raise InvalidRequest(f"{self.bytes_total - self.bytes_done} bytes are still to be moved")
         return tuple(sums.value for sums in self._sums)
 
-    def step(self, max_bytes: int) -> bool:
-        """Move some bytes; return whether the job is done.
-
-        At least one piece is moved and then more, as long as all together stay within *max_bytes*. A piece is
-        at most ``CHUNK_BYTES``, unless a page (or 8 tokens) is more.
-        """
-        step_bytes = 0
-        with torch.inference_mode():
-            while self._next is not None:
-                plane_index, piece = self._next
-                piece_bytes = (piece.stop - piece.start) * self._pool.planes[plane_index].stride_bytes
-                if step_bytes and step_bytes + piece_bytes > max_bytes:
-                    break
-                self._move_piece(plane_index, piece)
-                step_bytes += piece_bytes
-                self.bytes_done += piece_bytes
-                self._next = next(self._todo, None)
-        return self.done
-
-    def _move_piece(self, plane_index: int, piece: Piece) -> None:
+    def _move_piece(self, plane_index: int, piece: Piece, part: torch.Tensor) -> None:
+        """Move a piece from or to *part*, the bytes of the plane that it fills, and sum it."""
         place = self._pool.planes[plane_index]
-        part = self._planes[plane_index][piece.start * place.stride_bytes : piece.stop * place.stride_bytes]
         if piece.is_run:
             own = self._move_run(place, int(self._slots[piece.start]), piece.stop - piece.start, part)
         else:
             own = self._move_indexed(place, piece, part)
         if self._sums:
             self._sums[plane_index].add(own, piece.start * place.stride_bytes // WORD_BYTES)
+        self.bytes_done += part.numel()
 
     def _move_run(
         self, place: PlaneRows, first_slot: int, num_tokens: int, part: torch.Tensor
@@ -213,7 +176,7 @@ class CopyJob(abc.ABC):
         if place.flat is not None:
             own = place.flat[first_slot * place.stride_bytes : (first_slot + num_tokens) * place.stride_bytes]
             self._copy(own, part)
-            return own
+            return part if self._is_part_own else own
         words = place.words[first_slot : first_slot + num_tokens]
         return self._through_private(part, num_tokens, place.word_bytes, words, None)
 
@@ -229,7 +192,7 @@ class CopyJob(abc.ABC):
         self, part: torch.Tensor, rows: int, word_bytes: int, table: torch.Tensor, index: torch.Tensor | None
     ) -> torch.Tensor:
         """Move *part* from or to *rows* rows of *table*, all or those of *index*; return what to sum."""
-        if not self._sums and is_aligned(part, word_bytes):
+        if (self._is_part_own or not self._sums) and is_aligned(part, word_bytes):
             self._move_rows(table, index, _as_rows(part, rows, word_bytes))
             return part
         if self._private.numel() < part.numel():
@@ -258,8 +221,66 @@ class CopyJob(abc.ABC):
         """Move between the pool and a plane by way of *private*; *words* is a view of it."""
 
 
-class GatherJob(CopyJob):
-    """Copies pool slots into planes."""
+class CopyJob(SlotMoves):
+    """A gather or a scatter that is done in bounded steps.
+
+    Everything is checked when the job is made, before a byte moves. The planes, the pool and the slots must
+    stay as they are until the job is done.
+    """
+
+    def __init__(
+        self, pool: KVPool, slots: torch.Tensor, planes: Sequence[torch.Tensor], *, checksum: bool = True
+    ) -> None:
+        """Check both sides and plan the pieces.
+
+        Args:
+            pool: on the CPU.
+            slots: int64, shape [num_tokens], as ``KVPool.check_slots`` wants them.
+            planes: one for each of the pool's, uint8, shape [num_tokens * stride_bytes], contiguous, on the
+                CPU, apart from each other.
+            checksum: whether to sum the planes; False is for benchmarks.
+
+        Raises:
+            InvalidRequest: something does not fit; nothing moved.
+        """
+        super().__init__(pool, slots, checksum=checksum)
+        _check_planes(planes, pool, slots.numel())
+        self._planes = tuple(planes)
+        self._todo = self._all_pieces()
+        self._next = next(self._todo, None)
+
+    def _all_pieces(self) -> Iterator[tuple[int, Piece]]:
+        for plane_index, place in enumerate(self._pool.planes):
+            for piece in self._pieces[place.stride_bytes]:
+                yield plane_index, piece
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte was moved."""
+        return self._next is None
+
+    def step(self, max_bytes: int) -> bool:
+        """Move some bytes; return whether the job is done.
+
+        At least one piece is moved and then more, as long as all together stay within *max_bytes*. A piece is
+        at most ``CHUNK_BYTES``, unless a page (or 8 tokens) is more.
+        """
+        step_bytes = 0
+        with torch.inference_mode():
+            while self._next is not None:
+                plane_index, piece = self._next
+                stride_bytes = self._pool.planes[plane_index].stride_bytes
+                part = self._planes[plane_index][piece.start * stride_bytes : piece.stop * stride_bytes]
+                if step_bytes and step_bytes + part.numel() > max_bytes:
+                    break
+                self._move_piece(plane_index, piece, part)
+                step_bytes += part.numel()
+                self._next = next(self._todo, None)
+        return self.done
+
+
+class Gathers(SlotMoves):
+    """Moves from the pool into planes."""
 
     def _copy(self, own: torch.Tensor, part: torch.Tensor) -> None:
         part.copy_(own)
@@ -283,6 +304,10 @@ class GatherJob(CopyJob):
     ) -> None:
         self._move_rows(table, index, words)
         part.copy_(private)
+
+
+class GatherJob(Gathers, CopyJob):
+    """Copies pool slots into planes."""
 
 
 class ScatterJob(CopyJob):

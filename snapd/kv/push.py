@@ -1,15 +1,15 @@
 """D's side: brings a session's snapshot into the daemon's buffer.
 
-The bytes go from the kv_pool's slots straight into the mapped arena and are summed on the way.
+Over shared memory the bytes go from the kv_pool's slots straight into the mapped arena. Over Mooncake they
+go through a staging ring, and are gathered while the pieces before them fly. They are summed on the way.
 Everything can be done in bounded steps, so that a scheduler loop need not wait for a whole push.
 
 Source: design, section 8.
 """
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -19,75 +19,91 @@ from snapd.calls import Grant
 from snapd.client import Client
 from snapd.core.slab import Extent
 from snapd.errors import (
-    ConnectionProblem,
     InvalidRequest,
     LayoutMismatch,
     Reason,
     RequestError,
     SnapdError,
+    StaleHandle,
     TransportError,
 )
 from snapd.kv.checksum import PlaneChecksum, plane_checksum
-from snapd.kv.copy import GatherJob
+from snapd.kv.control import Attempts, ClientControl, PrepareRequest, PushControl
+from snapd.kv.flights import Flights
 from snapd.kv.pool import KVPool
+from snapd.kv.pushjob import (
+    GrantedJob,
+    MappedJob,
+    PushJob,
+    PushResult,
+    RefusedJob,
+    commit_now,
+    ended_early,
+    refused,
+)
 from snapd.kv.slabs import Slabs
+from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource
+from snapd.kv.stagedjob import SourceFor, StagedJob
+from snapd.kv.staging import StagingRing
+from snapd.kv.writers import WriterFor, Writers, mooncake_writers
 from snapd.layout import Namespace, fingerprint, page_keys, snapshot_bytes, token_digest
+from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import TicketState, Write
 from snapd.transport.shm import ShmWriter
-from snapd.units import MS_PER_S
-from snapd.wire import SessionEnded
+from snapd.units import MIB, MS_PER_S
+from snapd.wire import HelloRep, RankGrant, SessionEnded
 
-STEP_BYTES: Final = 64 * 1024 * 1024
-ENDED_MAX: Final = 1_024
+STEP_BYTES: Final = 64 * MIB
 
 
-class PushResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a push ended on D's side.
+class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How bytes go over a transport that cannot map the arena.
 
     Attributes:
-        ok: committed on every rank: the snapshot is READY.
-        reason: why not.
-        detail: the same, for a person.
-        retry_after_ms: when the daemon said to try again; 0: it did not.
-        slab_handle: the attempt, 0 if there was none.
-        num_tokens, token_start: what was sent.
-        bytes: payload bytes written, over all ranks.
-        gather_ms: time spent moving and summing bytes.
-        total_ms: from the request to the last commit.
+        piece_bytes: the longest write.
+        ring_bytes: staging memory, at most; allocated as it is needed.
+        in_flight_bytes_max: how much is written at a time; one piece at least.
+        retries_max: how often a piece is written again, and how often a peer that rests is waited for.
     """
 
-    ok: bool
-    reason: Reason
-    detail: str = ""
-    retry_after_ms: int = 0
-    slab_handle: int = 0
-    num_tokens: int = 0
-    token_start: int = 0
-    bytes: int = 0
-    gather_ms: float = 0.0
-    total_ms: float = 0.0
+    piece_bytes: int = 16 * MIB
+    ring_bytes: int = 256 * MIB
+    in_flight_bytes_max: int = 64 * MIB
+    retries_max: int = 3
 
 
 class Pusher:
-    """Pushes snapshots out of the kv_pools of this process, one a rank.
+    """Pushes snapshots out of the kv_pools of this process, one a rank. For one thread.
+
+    The daemon says over which transport. With shared memory nothing else is needed. With Mooncake, one
+    writer a rank is made when it is first needed.
 
     Args:
-        client: the control connection.
+        client: the control connection; or another way to speak to the daemon, such as ``NotifyControl``.
         pools: by P rank; all of one layout.
         namespace: model, LoRA, salt, weight version, tenant: as P has it.
+        settings: pieces, staging memory, retries.
+        mooncake: D's part of it; protocol and metadata server are always the daemon's.
         send_page_keys: let P find the snapshot by prefix too.
+        writer_for: makes the writers, in place of those of the daemon's transport.
+        clock: seconds, monotonic.
 
     Raises:
         LayoutMismatch: the pools differ.
+        InvalidRequest: the ring has no room for a piece.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: Client | PushControl,
         pools: Mapping[int, KVPool],
         namespace: Namespace = Namespace(),  # noqa: B008 - frozen
         *,
+        settings: PushSettings = PushSettings(),  # noqa: B008 - frozen
+        mooncake: MooncakeConfig = MooncakeConfig(),  # noqa: B008 - frozen
         send_page_keys: bool = True,
+        writer_for: WriterFor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         layouts = {pool.layout(namespace) for pool in pools.values()}
         if len(layouts) != 1:
@@ -96,13 +112,41 @@ class Pusher:
             )
         self.layout = layouts.pop()
         self.layout_fingerprint = fingerprint(self.layout)
-        self.client = client
+        self.control: PushControl = ClientControl(client) if isinstance(client, Client) else client
         self.pools = dict(sorted(pools.items()))
+        self.settings = settings
         self._send_page_keys = send_page_keys
-        self._slabs = Slabs(client, writable=True)
-        self._writing: dict[int, SessionEnded | None] = {}
-        # How attempts ended that no job writes any more; the newest are kept.
-        self.ended: deque[SessionEnded] = deque(maxlen=ENDED_MAX)
+        self._slabs = Slabs(client, writable=True) if isinstance(client, Client) else None
+        self._attempts = Attempts(self.control)
+        self._clock = clock
+        self._is_always_staged = writer_for is not None
+        self._ring = StagingRing(settings.ring_bytes, settings.piece_bytes)
+        self._flights = Flights(self._ring, self.control, settings.in_flight_bytes_max, clock)
+        self._writers = Writers(writer_for or mooncake_writers(mooncake, settings.in_flight_bytes_max))
+
+    @property
+    def ended(self) -> deque[SessionEnded]:
+        """How attempts ended that no job writes any more; the newest are kept."""
+        return self._attempts.ended
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging memory that was allocated so far."""
+        return self._ring.allocated_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """How much is being written."""
+        return self._flights.in_flight_bytes
+
+    @property
+    def lingering(self) -> int:
+        """Ranks of ended attempts whose writes are not over."""
+        return self._flights.lingering
+
+    def poll(self) -> None:
+        """See which writes of ended attempts are over, and give drain proof. Every step does it as well."""
+        self._flights.poll()
 
     def prepare(
         self,
@@ -115,28 +159,31 @@ class Pusher:
         """Ask for a slab for tokens ``[token_start, len(token_ids))``.
 
         With *use_resident_hint* the grant may start later: at what P is believed to hold already.
-        The grant is for this process alone: its exit is taken as proof that nobody writes any more.
+        The grant is for this process alone: where its exit is proof that nobody writes any more, it is
+        taken as such.
 
         Raises:
             RequestError: refused; ``BufferFull`` says when to try again.
             ConnectionProblem: the daemon cannot be asked.
         """
-        return self.client.prepare_receive(
-            session_id,
-            len(token_ids) - token_start,
-            self.layout_fingerprint,
-            token_start=token_start,
-            token_digest=token_digest(token_ids),
-            page_keys=self._page_keys(token_ids) if self._send_page_keys else (),
-            ranks=tuple(self.pools),
-            use_resident_hint=use_resident_hint,
-            is_only_writer=True,
+        return self.control.prepare(
+            PrepareRequest(
+                session_id=session_id,
+                num_tokens=len(token_ids) - token_start,
+                layout_fingerprint=self.layout_fingerprint,
+                token_start=token_start,
+                token_digest=token_digest(token_ids),
+                page_keys=self._page_keys(token_ids) if self._send_page_keys else (),
+                ranks=tuple(self.pools),
+                use_resident_hint=use_resident_hint,
+                is_only_writer=True,
+            )
         )
 
     def _page_keys(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the keys of the first pages, as many as the daemon takes."""
         page_size_tokens = self.layout.page_size_tokens
-        page_keys_max = self.client.connect().page_keys_max
+        page_keys_max = self.control.hello().page_keys_max
         return page_keys(token_ids[: page_keys_max * page_size_tokens], page_size_tokens)
 
     def push(
@@ -147,6 +194,7 @@ class Pusher:
         *,
         token_start: int = 0,
         use_resident_hint: bool = True,
+        renew: bool = True,
     ) -> PushResult:
         """Bring a snapshot over, and return when it is READY or will not be.
 
@@ -156,16 +204,29 @@ class Pusher:
             slots: where each token's KV is, int64, shape [len(token_ids)], the same on every rank.
             token_start: first token to send; a multiple of the page size.
             use_resident_hint: send only what P is believed to lack.
+            renew: prepare once more when the daemon was restarted meanwhile.
 
         Raises:
             InvalidRequest: *slots* do not fit; nothing was asked of the daemon.
         """
-        job = self.start(
-            session_id, token_ids, slots, token_start=token_start, use_resident_hint=use_resident_hint
-        )
-        while not job.step(STEP_BYTES):
-            pass
+
+        def attempt() -> PushJob:
+            return self.start(
+                session_id, token_ids, slots, token_start=token_start, use_resident_hint=use_resident_hint
+            )
+
+        job = _finished(attempt())
+        if renew and self._is_restarted(job):
+            job = _finished(attempt())
+            return msgspec.structs.replace(job.result, attempts=2)
         return job.result
+
+    def _is_restarted(self, job: PushJob) -> bool:
+        return (
+            job.result.reason is Reason.STALE_HANDLE
+            and job.grant is not None
+            and job.grant.epoch != self.control.epoch
+        )
 
     def start(
         self,
@@ -175,11 +236,92 @@ class Pusher:
         *,
         token_start: int = 0,
         use_resident_hint: bool = True,
-    ) -> "PushJob":
-        """Begin a push that is done in steps; arguments and errors as for ``push``."""
+    ) -> PushJob:
+        """Begin a push that is done in steps; arguments and errors as for ``push``.
+
+        Step it until it says that it is done, or cancel it: it holds staging memory.
+        """
+        self._check_slots(slots, len(token_ids))
+        started_s = time.monotonic()
+        try:
+            hello, grant = self._ask(session_id, token_ids, token_start, use_resident_hint)
+        except (RequestError, ConnectionProblem, TransportError, ExtraMissing) as error:
+            return RefusedJob(error)
+        return self._job(hello, grant, slots[grant.token_start :], started_s)
+
+    def start_granted(self, grant: Grant, slots: torch.Tensor) -> PushJob:
+        """Begin a push for which somebody else prepared, and handed the grant over.
+
+        Args:
+            grant: for this pusher's layout.
+            slots: where the KV of the granted tokens is, int64, shape [grant.num_tokens], on every rank.
+
+        Raises:
+            InvalidRequest: *slots* do not fit.
+        """
+        self._check_slots(slots, grant.num_tokens)
+        started_s = time.monotonic()
+        try:
+            hello = self._hello()
+        except (RequestError, ConnectionProblem, TransportError, ExtraMissing) as error:
+            return RefusedJob(error)
+        return self._job(hello, grant, slots, started_s)
+
+    def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> None:
         for pool in self.pools.values():
-            pool.check_slots(slots, len(token_ids))
-        return PushJob(self, self._slabs, session_id, token_ids, slots, token_start, use_resident_hint)
+            pool.check_slots(slots, num_tokens)
+
+    def _ask(
+        self, session_id: str, token_ids: Sequence[int], token_start: int, use_resident_hint: bool
+    ) -> tuple[HelloRep, Grant]:
+        hello = self._hello()
+        grant = self.prepare(
+            session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
+        )
+        # It may have been restarted between the two.
+        return (hello if hello.epoch == grant.epoch else self.control.hello()), grant
+
+    def _hello(self) -> HelloRep:
+        """Return what the daemon said of itself; no slab is asked for that could not be written now.
+
+        Raises:
+            PeerResting: the transport failed a moment ago.
+            TransportError, ExtraMissing: it cannot be used.
+            ConnectionProblem: the daemon cannot be asked.
+        """
+        self.poll()
+        hello = self.control.hello()
+        if self._is_staged(hello):
+            self._writers.check_peers(hello, self.pools)
+        elif self._slabs is None:
+            raise TransportError(f"transport {hello.transport}: a control connection is needed")
+        return hello
+
+    def _is_staged(self, hello: HelloRep) -> bool:
+        return self._is_always_staged or hello.transport == "mooncake"
+
+    def _job(self, hello: HelloRep, grant: Grant, slots: torch.Tensor, started_s: float) -> PushJob:
+        if self._is_staged(hello):
+
+            def gather(rank_grant: RankGrant, offsets: list[int]) -> StagedSource:
+                pool = self.pools[rank_grant.rank]
+                return StagedGatherJob(pool, slots, offsets, rank_grant.extents, self.settings.piece_bytes)
+
+            return self._staged_job(hello, grant, gather, started_s)
+        assert isinstance(self.control, ClientControl) and self._slabs is not None
+        return MappedJob(
+            grant, self.layout, self.control, self._attempts, started_s,
+            slabs=self._slabs, pools=self.pools, slots=slots,
+        )  # fmt: skip
+
+    def _staged_job(
+        self, hello: HelloRep, grant: Grant, source_for: SourceFor, started_s: float
+    ) -> StagedJob:
+        return StagedJob(
+            grant, self.layout, self.control, self._attempts, started_s,
+            hello=hello, source_for=source_for, ring=self._ring, flights=self._flights,
+            writers=self._writers, retries_max=self.settings.retries_max, clock=self._clock,
+        )  # fmt: skip
 
     def push_planes(
         self,
@@ -201,272 +343,42 @@ class Pusher:
         """
         started_s = time.monotonic()
         try:
-            grant = self.prepare(session_id, token_ids, token_start=token_start, use_resident_hint=False)
-        except (RequestError, ConnectionProblem) as error:
+            hello, grant = self._ask(session_id, token_ids, token_start, use_resident_hint=False)
+        except (RequestError, ConnectionProblem, TransportError, ExtraMissing) as error:
             return refused(error)
-        self.begin(grant.slab_handle)
-        try:
-            self.client.transfer_started(grant.slab_handle, epoch=grant.epoch)
-            for rank_grant in grant.ranks:
-                source = planes[rank_grant.rank]
-                target = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
-                if [plane.numel() for plane in source] != [plane.numel() for plane in target]:
-                    raise InvalidRequest(f"rank {rank_grant.rank}: the planes are not those of the layout")
-                sums = (
-                    checksums[rank_grant.rank] if checksums else [plane_checksum(plane) for plane in source]
+        if self._is_staged(hello):
+
+            def copy(rank_grant: RankGrant, offsets: list[int]) -> StagedSource:
+                return StagedCopyJob(
+                    planes[rank_grant.rank],
+                    offsets,
+                    rank_grant.extents,
+                    self.settings.piece_bytes,
+                    checksums[rank_grant.rank] if checksums else None,
                 )
-                self._write(rank_grant.rank, grant, source, target)
-                self.commit(grant, rank_grant.rank, sums)
-        except SnapdError as error:
-            return self.give_up(grant, error)
-        except Exception as error:
-            # The caller's own fault, such as a rank without planes: no bytes are held because of it.
-            self.give_up(grant, TransportError(f"the push failed: {error}"))
-            raise
-        finally:
-            self.end(grant.slab_handle)
-        return PushResult(
-            ok=True,
-            reason=Reason.OK,
-            slab_handle=grant.slab_handle,
-            num_tokens=grant.num_tokens,
-            token_start=grant.token_start,
-            bytes=snapshot_bytes(self.layout, grant.num_tokens) * len(grant.ranks),
-            total_ms=(time.monotonic() - started_s) * MS_PER_S,
-        )
 
-    def _write(
-        self, rank: int, grant: Grant, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]
-    ) -> None:
-        arena = self._slabs.arena(rank, grant.epoch)
-        writer = ShmWriter(arena)
-        ticket = writer.submit(_few_writes(source, target, arena.address, grant.for_rank(rank).extents))
-        if writer.poll(ticket) is not TicketState.DONE:
-            raise TransportError(f"rank {rank}: the write failed")
-
-    def commit(self, grant: Grant, rank: int, checksums: Sequence[PlaneChecksum]) -> None:
-        """Say that every write of one rank's shard is final."""
-        self.client.commit(
-            grant.slab_handle,
-            rank,
-            snapshot_bytes(self.layout, grant.num_tokens),
-            grant.num_tokens,
-            tuple(checksums),
-            epoch=grant.epoch,
-        )
-
-    def give_up(self, grant: Grant, error: SnapdError) -> PushResult:
-        """End an attempt that went wrong here, with drain proof: no copy is under way between calls."""
-        # What is refused because the attempt has ended is refused as stale; why it ended was told before.
-        ended = self.take_end(grant.slab_handle)
-        if ended is not None:
-            error = _ended_early(ended)
-        reason = error.reason if isinstance(error, RequestError) else Reason.TRANSFER_FAILED
-        # An attempt that has ended already takes this as drain proof. If it cannot be said, the deadline
-        # ends the attempt and the quarantine covers it.
-        with contextlib.suppress(RequestError, ConnectionProblem):
-            self.client.transfer_failed(grant.slab_handle, drained=True, epoch=grant.epoch)
-        return PushResult(
-            ok=False,
-            reason=reason,
-            detail=str(error),
-            slab_handle=grant.slab_handle,
-            num_tokens=grant.num_tokens,
-            token_start=grant.token_start,
-        )
-
-    def begin(self, slab_handle: int) -> None:
-        """Take note that a job writes an attempt."""
-        self._writing[slab_handle] = None
-
-    def end(self, slab_handle: int) -> None:
-        """Take note that it does not any more."""
-        self._writing.pop(slab_handle, None)
-
-    def take_end(self, slab_handle: int) -> SessionEnded | None:
-        """Return how a job's attempt ended, once the daemon has said so. One socket serves all jobs."""
-        for ended in self.client.take_ended():
-            if ended.slab_handle in self._writing:
-                self._writing[ended.slab_handle] = ended
-            else:
-                self.ended.append(ended)
-        return self._writing.get(slab_handle)
+            return _finished(self._staged_job(hello, grant, copy, started_s)).result
+        assert isinstance(self.control, ClientControl) and self._slabs is not None
+        job = MappedPlanesJob(
+            grant, self.layout, self.control, self._attempts, started_s,
+            slabs=self._slabs, planes=planes, checksums=checksums,
+        )  # fmt: skip
+        return _finished(job).result
 
     def close(self) -> None:
-        """Unmap the arenas; the client stays open."""
-        self._slabs.close()
+        """Unmap the arenas and close the writers; the client stays open. End the jobs first.
 
-
-class PushJob:
-    """A push under way. Made by ``Pusher.start``; ``step`` until it says that it is done."""
-
-    def __init__(
-        self,
-        pusher: Pusher,
-        slabs: Slabs,
-        session_id: str,
-        token_ids: Sequence[int],
-        slots: torch.Tensor,
-        token_start: int,
-        use_resident_hint: bool,
-    ) -> None:
-        self._pusher = pusher
-        self._slabs = slabs
-        self._started_s = time.monotonic()
-        self._gather_s = 0.0
-        self._result: PushResult | None = None
-        self._gather: GatherJob | None = None
-        self._rank_index = 0
-        try:
-            self.grant: Grant | None = pusher.prepare(
-                session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
-            )
-        except (RequestError, ConnectionProblem) as error:
-            self.grant = None
-            self._result = refused(error)
-            return
-        pusher.begin(self.grant.slab_handle)
-        self._reconnects = pusher.client.reconnects
-        self._slots = slots[self.grant.token_start :]
-        try:
-            pusher.client.transfer_started(self.grant.slab_handle, epoch=self.grant.epoch)
-        except SnapdError as error:
-            self._give_up(self.grant, error)
-
-    @property
-    def done(self) -> bool:
-        """The push has ended, one way or the other."""
-        return self._result is not None
-
-    @property
-    def result(self) -> PushResult:
-        """How it ended.
-
-        Raises:
-            InvalidRequest: it has not.
+        Writes that are under way may still land; their memory stays where it is.
         """
-        if self._result is None:
-            raise InvalidRequest("the push is not done: step it until it is")
-        return self._result
-
-    @property
-    def bytes_done(self) -> int:
-        """Payload bytes written so far, over all ranks."""
-        if self.grant is None:
-            return 0
-        shard_bytes = snapshot_bytes(self._pusher.layout, self.grant.num_tokens)
-        return self._rank_index * shard_bytes + (self._gather.bytes_done if self._gather else 0)
-
-    def step(self, max_bytes: int) -> bool:
-        """Move up to *max_bytes* (at least one piece); return whether the push has ended."""
-        if self._result is not None or self.grant is None:
-            return True
-        try:
-            self._check_still_wanted(self.grant)
-            self._advance(self.grant, max_bytes)
-        except SnapdError as error:
-            self._give_up(self.grant, error)
-        except Exception as error:
-            # The engine's own fault, or a copy that failed: no bytes are left behind because of it.
-            self._give_up(self.grant, TransportError(f"the copy failed: {error}"))
-            raise
-        return self.done
-
-    def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
-        """End the push from D's side, for instance because the session's KV is being evicted."""
-        if self._result is None and self.grant is not None:
-            client = self._pusher.client
-            with contextlib.suppress(RequestError, ConnectionProblem):
-                client.transfer_failed(
-                    self.grant.slab_handle, reason=reason, drained=True, epoch=self.grant.epoch
-                )
-            self._finish(self.grant, PushResult(ok=False, reason=reason, slab_handle=self.grant.slab_handle))
-        return self.result
-
-    def _give_up(self, grant: Grant, error: SnapdError) -> None:
-        self._finish(grant, self._pusher.give_up(grant, error))
-
-    def _finish(self, grant: Grant, result: PushResult) -> None:
-        self._result = result
-        self._gather = None
-        self._pusher.end(grant.slab_handle)
-
-    def _check_still_wanted(self, grant: Grant) -> None:
-        ended = self._pusher.take_end(grant.slab_handle)
-        if ended is not None:
-            raise _ended_early(ended)
-        client = self._pusher.client
-        if not client.is_connected or client.reconnects != self._reconnects:
-            # The end may have been told to the connection that is gone: ask before another byte is written.
-            client.transfer_started(grant.slab_handle, epoch=grant.epoch)
-            self._reconnects = client.reconnects
-
-    def _advance(self, grant: Grant, max_bytes: int) -> None:
-        pusher = self._pusher
-        rank_grant = grant.ranks[self._rank_index]
-        started_s = time.monotonic()
-        if self._gather is None:
-            planes = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
-            self._gather = GatherJob(pusher.pools[rank_grant.rank], self._slots, planes)
-        is_gathered = self._gather.step(max_bytes)
-        self._gather_s += time.monotonic() - started_s
-        if not is_gathered:
-            return
-        pusher.commit(grant, rank_grant.rank, self._gather.checksums)
-        self._gather = None
-        self._rank_index += 1
-        if self._rank_index == len(grant.ranks):
-            result = PushResult(
-                ok=True,
-                reason=Reason.OK,
-                slab_handle=grant.slab_handle,
-                num_tokens=grant.num_tokens,
-                token_start=grant.token_start,
-                bytes=snapshot_bytes(pusher.layout, grant.num_tokens) * len(grant.ranks),
-                gather_ms=self._gather_s * MS_PER_S,
-                total_ms=(time.monotonic() - self._started_s) * MS_PER_S,
-            )
-            self._finish(grant, result)
+        self._flights.close()
+        self._writers.close()
+        self._ring.close()
+        if self._slabs is not None:
+            self._slabs.close()
 
 
-def _few_writes(
-    source: Sequence[torch.Tensor],
-    target: Sequence[torch.Tensor],
-    arena_address: int,
-    extents: Sequence[Extent],
-) -> list[Write]:
-    """Return writes of all planes, one for as many neighbours as lie alike on both sides.
-
-    The number of writes is what costs, so the padding between two planes is written too where it is both the
-    slab's own and of the source's own storage.
-    """
-    writes: list[Write] = []
-    for index, (plane, to_plane) in enumerate(zip(source, target, strict=True)):
-        offset = to_plane.data_ptr() - arena_address
-        if writes:
-            last, before = writes[-1], source[index - 1]
-            gap_bytes = offset - last.target_ptr - last.size_bytes
-            is_alike = plane.data_ptr() == last.source_address + last.size_bytes + gap_bytes
-            is_one_storage = plane.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-            is_one_extent = any(
-                extent.offset_bytes <= last.target_ptr and offset < extent.end_bytes for extent in extents
-            )
-            if gap_bytes >= 0 and is_alike and is_one_storage and is_one_extent:
-                size_bytes = last.size_bytes + gap_bytes + plane.numel()
-                writes[-1] = Write(last.source_address, last.target_ptr, size_bytes)
-                continue
-        writes.append(Write(plane.data_ptr(), offset, plane.numel()))
-    return writes
-
-
-def _ended_early(ended: SessionEnded) -> RequestError:
-    return RequestError("the attempt was ended while it was being written", reason=ended.reason)
-
-
-def refused(error: RequestError | ConnectionProblem) -> PushResult:
-    """Return the result of a push that got no grant."""
-    if isinstance(error, RequestError):
-        return PushResult(
-            ok=False, reason=error.reason, detail=str(error), retry_after_ms=error.retry_after_ms
-        )
-    return PushResult(ok=False, reason=Reason.TRANSFER_FAILED, detail=str(error))
+def _finished(job: PushJob) -> PushJob:
+    """Step a job to its end."""
+    while not job.step(STEP_BYTES):
+        job.wait()
+    return job

@@ -16,6 +16,31 @@ from snapd.mapping import MappedArena
 from snapd.wire import RankGrant
 
 
+def plane_places(grant: RankGrant, num_tokens: int, arena_bytes: int) -> list[tuple[int, int]]:
+    """Return where each plane of a shard lies in its arena: offset and size in bytes, shape [num_planes].
+
+    Raises:
+        InvalidRequest: a plane lies outside the grant's extents, or those outside the arena.
+    """
+    extents = grant.extents
+    if any(extent.offset_bytes < 0 or extent.end_bytes > arena_bytes for extent in extents):
+        raise InvalidRequest(f"the grant leaves arena {grant.rank} of {arena_bytes} bytes")
+    offsets = (*grant.k_layer_offsets, *grant.v_layer_offsets)
+    stride_bytes = (*grant.stride_k_bytes, *grant.stride_v_bytes)
+    if len(grant.k_layer_offsets) != len(grant.stride_k_bytes) or len(offsets) != len(stride_bytes):
+        raise InvalidRequest(
+            f"the grant has {len(grant.k_layer_offsets)} + {len(grant.v_layer_offsets)} planes and "
+            f"{len(grant.stride_k_bytes)} + {len(grant.stride_v_bytes)} widths"
+        )
+    places = [(offset, width * num_tokens) for offset, width in zip(offsets, stride_bytes, strict=True)]
+    for offset, size_bytes in places:
+        if size_bytes <= 0 or not any(
+            extent.offset_bytes <= offset and offset + size_bytes <= extent.end_bytes for extent in extents
+        ):
+            raise InvalidRequest(f"a plane of {size_bytes} bytes at {offset} leaves the grant's extents")
+    return places
+
+
 class Slabs:
     """Maps arenas when they are first needed, and again after the daemon was restarted.
 
@@ -61,26 +86,10 @@ class Slabs:
             StaleHandle: the daemon is in another epoch by now.
         """
         arena = self.arena(grant.rank, epoch)
-        extents = grant.extents
-        if any(extent.offset_bytes < 0 or extent.end_bytes > arena.size_bytes for extent in extents):
-            raise InvalidRequest(f"the grant leaves arena {grant.rank} of {arena.size_bytes} bytes")
-        offsets = (*grant.k_layer_offsets, *grant.v_layer_offsets)
-        stride_bytes = (*grant.stride_k_bytes, *grant.stride_v_bytes)
-        if len(grant.k_layer_offsets) != len(grant.stride_k_bytes) or len(offsets) != len(stride_bytes):
-            raise InvalidRequest(
-                f"the grant has {len(grant.k_layer_offsets)} + {len(grant.v_layer_offsets)} planes and "
-                f"{len(grant.stride_k_bytes)} + {len(grant.stride_v_bytes)} widths"
-            )
-        planes: list[torch.Tensor] = []
-        for offset, width in zip(offsets, stride_bytes, strict=True):
-            size_bytes = width * num_tokens
-            if size_bytes <= 0 or not any(
-                extent.offset_bytes <= offset and offset + size_bytes <= extent.end_bytes
-                for extent in extents
-            ):
-                raise InvalidRequest(f"a plane of {size_bytes} bytes at {offset} leaves the grant's extents")
-            planes.append(_tensor(arena, offset, size_bytes))
-        return planes
+        return [
+            _tensor(arena, offset_bytes, size_bytes)
+            for offset_bytes, size_bytes in plane_places(grant, num_tokens, arena.size_bytes)
+        ]
 
     def close(self) -> None:
         """Let go of everything; what has planes still is unmapped after the last of them."""

@@ -1,5 +1,14 @@
 """What a transport is: on the daemon's side it offers arenas, on D's side it writes into them.
 
+One contract, kept by every transport and by the fake with faults that tests use:
+
+* A set of writes is submitted and gets a *ticket*; the ticket is polled until its state is final.
+* A final state says whether the writes are *drained*: no write of the ticket can still land. A write
+  that failed may land all the same (its bytes may lie in a socket's buffer of a peer that was stopped),
+  so ``FAILED`` alone proves nothing.
+* ``cancel`` keeps what has not begun from beginning. What is under way cannot be called back.
+* A peer that failed is tried again, after a pause that grows; it is never given up for good.
+
 Source: design, section 7.
 """
 
@@ -27,17 +36,43 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class TicketState(enum.Enum):
-    """How far a set of writes has come. The last two are final."""
+    """How far a set of writes has come. All but the first are final."""
 
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What polling a ticket says.
+
+    Attributes:
+        state: how far it has come.
+        is_drained: no write of the ticket can still land. Always so when it is done, never while it runs.
+        detail: why it failed, for a person.
+    """
+
+    state: TicketState
+    is_drained: bool = False
+    detail: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the ticket is over; it is forgotten once this was told."""
+        return self.state is not TicketState.RUNNING
 
 
 class ArenaOfferer(Protocol):
-    """The daemon's side: registers arenas once, at start."""
+    """The daemon's side: registers arenas once, at start.
+
+    Attributes:
+        name: of the transport.
+        is_exit_drain_proof: the exit of a local process that writes proves that nothing of it can land.
+    """
 
     name: str
+    is_exit_drain_proof: bool
 
     def register(self, arena: HostArena) -> int:
         """Register an arena and return where its first byte is in the transport's address space.
@@ -57,27 +92,45 @@ class ArenaOfferer(Protocol):
 
 
 class ArenaWriter(Protocol):
-    """D's side: writes into one rank's arena.
+    """D's side: writes into one rank's arena, in one life of the daemon."""
 
-    A set of writes is submitted, polled until it is final, and only then is committed.
-    """
-
-    def submit(self, writes: Sequence[Write]) -> int:
-        """Begin the writes and return a ticket.
+    def register_source(self, address: int, size_bytes: int) -> None:
+        """Make memory of this process known, from which writes will read. Once; it must stay there.
 
         Raises:
-            TransportError: a write is outside the arena, or the peer cannot be reached. Nothing began.
+            TransportError: it cannot be registered; says why and what to try.
         """
         ...
 
-    def poll(self, ticket: int) -> TicketState:
-        """Return how far it has come; a final state is forgotten once it was returned."""
+    def submit(self, writes: Sequence[Write]) -> int:
+        """Begin the writes, in order and as room allows, and return a ticket. Does not wait for the peer.
+
+        The source bytes must stay as they are until the ticket is final.
+
+        Raises:
+            TransportError: a write is outside the arena, the writer is closed, or the peer failed a moment
+                ago (``PeerResting``, which says when to try again). Nothing began.
+        """
         ...
 
-    def is_drained(self) -> bool:
-        """Return whether no write that was ever submitted can still land."""
+    def poll(self, ticket: int) -> Progress:
+        """Return how far it has come, and begin what there is room for; never waits.
+
+        A final state is told once; then the ticket is forgotten.
+
+        Raises:
+            TransportError: there is no such ticket.
+        """
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Begin no further write of a ticket. Its state is final once those under way are: poll it.
+
+        Raises:
+            TransportError: there is no such ticket.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of the arena. Writes under way may still land, unless it is drained."""
+        """Begin nothing any more and let go of the arena. Writes under way may still land."""
         ...

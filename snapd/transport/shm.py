@@ -1,25 +1,28 @@
 """Shared memory: D maps the host arena and copies. Needs no extra package.
 
-A copy is done when ``submit`` returns, so every ticket is final at once and drain is always
-proven. The exit of the process proves it as well: a mapping does not outlive it, and children
-do not inherit it.
+A copy is done when ``submit`` returns, so every ticket is final and drained at once. The exit of
+the process is drain proof as well: a mapping does not outlive it, and children do not inherit it.
 
 Source: design, section 7.
 """
 
 import ctypes
 from collections.abc import Sequence
+from typing import Final
 
 from snapd.arena import HostArena
 from snapd.errors import TransportError
 from snapd.mapping import MappedArena
-from snapd.transport.base import TicketState, Write
+from snapd.transport.base import Progress, TicketState, Write
+
+_DONE: Final = Progress(TicketState.DONE, is_drained=True)
 
 
 class ShmOfferer:
     """The daemon's side. There is nothing to register: the file descriptor is all it takes."""
 
     name = "shm"
+    is_exit_drain_proof = True
 
     def register(self, arena: HostArena) -> int:
         """Return 0: a target pointer is an offset into the arena."""
@@ -48,6 +51,9 @@ class ShmWriter:
         self._tickets: set[int] = set()
         self._last_ticket = 0
 
+    def register_source(self, address: int, size_bytes: int) -> None:
+        """Do nothing: a copy reads from anywhere."""
+
     def submit(self, writes: Sequence[Write]) -> int:
         """Copy, and return a ticket that is final already.
 
@@ -74,20 +80,27 @@ class ShmWriter:
         self._tickets.add(self._last_ticket)
         return self._last_ticket
 
-    def poll(self, ticket: int) -> TicketState:
+    def poll(self, ticket: int) -> Progress:
         """Return ``DONE`` once.
 
         Raises:
             TransportError: there is no such ticket, or its end was told already.
         """
+        self._check(ticket)
+        self._tickets.discard(ticket)
+        return _DONE
+
+    def cancel(self, ticket: int) -> None:
+        """Do nothing: it is done.
+
+        Raises:
+            TransportError: there is no such ticket, or its end was told already.
+        """
+        self._check(ticket)
+
+    def _check(self, ticket: int) -> None:
         if ticket not in self._tickets:
             raise TransportError(f"no ticket {ticket}")
-        self._tickets.discard(ticket)
-        return TicketState.DONE
-
-    def is_drained(self) -> bool:
-        """Return True: no copy is ever under way between calls."""
-        return True
 
     def close(self) -> None:
         """Unmap the arena."""

@@ -298,6 +298,7 @@ def fingerprint_of(machine: Machine) -> tuple[object, ...]:
         repr(buffer.quarantine),
         repr(buffer._quarantined_bytes),
         list(books.lru.oldest_first()),
+        sorted(books.undrained),
         [books.lru.evictable_bytes(rank) for rank in buffer.ranks],
         repr(directory.layouts),
         repr(directory._hints),

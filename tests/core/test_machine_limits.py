@@ -384,6 +384,33 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
         lambda m, en, rs, rd, ls: setattr(m.books.open[rd], "abort_wanted", Reason.EVICTED),
         "waits for readers and has none",
     ),
+    "drained unwritten": (
+        lambda m, en, rs, rd, ls: setattr(m.books.open[rs].shards[0], "is_drained", True),
+        "drained and not committed",
+    ),
+    "undrained and evictable": (
+        lambda m, en, rs, rd, ls: setattr(m.books.open[rd].shards[0], "is_drained", False),
+        "whether it is evictable",
+    ),
+    "undrained and forgotten": (
+        lambda m, en, rs, rd, ls: (
+            setattr(m.books.open[rd].shards[0], "is_drained", False),
+            m.books.lru.discard(rd),
+        ),
+        "whether only drain proof is missing",
+    ),
+    "drained and waiting": (
+        lambda m, en, rs, rd, ls: m.books.undrained.add(rd),
+        "whether only drain proof is missing",
+    ),
+    "leased and waiting": (
+        lambda m, en, rs, rd, ls: m.books.undrained.add(ls),
+        "whether only drain proof is missing",
+    ),
+    "waiting and unknown": (
+        lambda m, en, rs, rd, ls: m.books.undrained.add(77),
+        "not open waits for drain proof",
+    ),
     "not evictable": (lambda m, en, rs, rd, ls: m.books.lru.discard(rd), "whether it is evictable"),
     "evictable": (lambda m, en, rs, rd, ls: m.books.lru.touch(ls, {}), "whether it is evictable"),
     "evictable and reserved": (

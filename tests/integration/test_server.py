@@ -30,7 +30,9 @@ from raw_client import (
 )
 
 from snapd import wire as w
+from snapd.client import Client
 from snapd.config import Config
+from snapd.core import records as r
 from snapd.core.events import State
 from snapd.errors import Reason
 from snapd.server import Connection, RateLimitedWarnings, Server
@@ -877,6 +879,24 @@ def test_a_session_that_was_ingested_is_sent_from_there_on(usual: Stage) -> None
     found = client.ask(w.LookupReq, layout_fingerprint=usual.declared, session_id="hinted")
     assert (found.slab_handle, found.ranks, found.matched_tokens) == (grant.slab_handle, (0,), 12)
     client.ingest(grant.slab_handle)
+
+
+def test_a_commit_that_is_not_drained_is_ingested_and_its_bytes_are_kept(usual: Stage) -> None:
+    raw = usual.connect()
+    handle = raw.granted()
+    with Client(str(usual.path)) as client:
+        num_bytes = 8 * LAYOUT.token_bytes
+        sums = ((1, 2),) * LAYOUT.num_planes
+        assert client.commit(handle, 0, num_bytes, 8, sums, drained=False).state is State.READY
+    assert raw.stats().core.arenas[0].evictable_bytes == 0
+    raw.ingest(handle)
+
+    def kept() -> list[str]:
+        usual.follower.follow()
+        records = [line.record for line in usual.follower.lines]
+        return [x.why for x in records if isinstance(x, r.SlabQuarantined) and x.slab_handle == handle]
+
+    wait_for(lambda: kept() == ["undrained"], "the log says so")
 
 
 def test_drain_over_the_wire_refuses_new_attempts_until_it_is_taken_back(usual: Stage) -> None:

@@ -52,6 +52,7 @@ class Try:
     reason: str = "ok"
     until_ns: int = 0
     done: set[int] = field(default_factory=set)
+    unsafe: set[int] = field(default_factory=set)  # Committed, and something may land all the same.
     readers: dict[int, Reader] = field(default_factory=dict)
     round: int = 1
     wanted: str = ""
@@ -67,6 +68,8 @@ class Kept:
     why: str
     writer: int
     lease_id: int = 0
+    state: str = "ABORTED"
+    proven: bool = False
 
 
 class Model:
@@ -77,7 +80,7 @@ class Model:
         self.tries: dict[int, Try] = {}
         self.order: list[int] = []  # Ended attempts, oldest first.
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.used: list[int] = []  # READY and unleased, least recently used first.
+        self.used: list[int] = []  # READY, unleased and nothing can land, least recently used first.
         self.hints: dict[tuple[str, str], int] = {}
         self.ready_order: list[int] = []
         self.newest_ready: dict[tuple[str, str], int] = {}
@@ -120,13 +123,16 @@ class Model:
         for rank in one.ranks:
             time_ns = self.now_ns + TIMES_MS["quarantine_ms"] * NS_PER_MS
             units = self.units_of(one)
+            x = reading.get(rank)
+            lease_id = x.lease_id if x else 0
+            safe = (one.done - one.unsafe) | (drained or set())
             if rank == corrupt:
                 self.kept[handle, rank] = Kept(units, time_ns, "corrupt", one.writer)
-            elif rank in reading:
-                x = reading[rank]
-                self.kept[handle, rank] = Kept(units, x.until_ns, "leased", one.writer, x.lease_id)
-            elif rank not in one.done and rank not in (drained or set()):
-                self.kept[handle, rank] = Kept(units, time_ns, "undrained", one.writer)
+            elif rank not in safe:
+                until_ns = max(time_ns, x.until_ns if x else 0)
+                self.kept[handle, rank] = Kept(units, until_ns, "undrained", one.writer, lease_id, state)
+            elif x:
+                self.kept[handle, rank] = Kept(units, x.until_ns, "leased", one.writer, lease_id)
         self.outcomes[reason] = self.outcomes.get(reason, 0) + 1
         self.used = [x for x in self.used if x != handle]
         self.order.append(handle)
@@ -156,7 +162,16 @@ class Model:
             self.use(handle)
 
     def use(self, handle: int) -> None:
-        self.used = [x for x in self.used if x != handle] + [handle]
+        if not self.tries[handle].unsafe:
+            self.used = [x for x in self.used if x != handle] + [handle]
+
+    def make_safe(self, handle: int, ranks: set[int]) -> None:
+        """Nothing can land in these any more: evictable from here on, when that was all that was missing."""
+        one = self.tries[handle]
+        changed = one.unsafe & ranks
+        one.unsafe -= ranks
+        if changed and not one.unsafe and one.state == "READY" and not one.readers:
+            self.use(handle)
 
     def end_round(self, one: Try, reason: str) -> None:
         """Everybody who has voted hears that it is off; who reads still has not heard."""
@@ -173,6 +188,7 @@ class Model:
         one = self.tries[handle]
         if one.readers:
             one.wanted = one.wanted or reason
+            self.make_safe(handle, drained or set())
             return True
         self.end(handle, "ABORTED", reason, drained)
         return False
@@ -185,13 +201,28 @@ class Model:
             return ("refused", "stale-handle")
         return one.said.get(key, ("refused", "stale-handle"))
 
-    def hear(self, handle: int, ranks: list[int], why: tuple[str, ...]) -> bool:
-        gone = [
-            key for key in self.kept if key[0] == handle and key[1] in ranks and self.kept[key].why in why
+    def hear(self, handle: int, ranks: list[int]) -> bool:
+        """Drain proof: what is read as well is kept until that is over."""
+        about = [
+            key
+            for key, kept in self.kept.items()
+            if key[0] == handle and key[1] in ranks and kept.why == "undrained"
         ]
-        for key in gone:
-            del self.kept[key]
-        return bool(gone)
+        for key in about:
+            self.kept[key].proven = True
+            if not self.kept[key].lease_id:
+                del self.kept[key]
+        return bool(about)
+
+    def stop_reading(self, handle: int, rank: int, lease_id: int) -> bool:
+        """A vote: what may be written as well is kept until that is over."""
+        kept = self.kept.get((handle, rank))
+        if kept is None or not lease_id or kept.lease_id != lease_id:
+            return False
+        kept.lease_id = 0
+        if kept.why == "leased" or kept.proven:
+            del self.kept[handle, rank]
+        return True
 
     # --- messages
 
@@ -259,7 +290,9 @@ class Model:
         one.state = "TRANSFERRING"
         one.until_ns = self.now_ns + TIMES_MS["transfer_timeout_ms"] * NS_PER_MS
 
-    def commit(self, handle: int, rank: int, bytes_off: int, tokens_off: int, sums: int) -> tuple[Any, ...]:
+    def commit(
+        self, handle: int, rank: int, bytes_off: int, tokens_off: int, sums: int, safe: bool
+    ) -> tuple[Any, ...]:
         key = ("commit", rank, bytes_off, tokens_off, sums)
         one = self.remembered(handle)
         if one is None or one.state not in OPEN:
@@ -279,6 +312,8 @@ class Model:
         if one.state == "RESERVED":
             self._transfer(one)
         one.done.add(rank)
+        if not safe:
+            one.unsafe.add(rank)
         if one.done == set(one.ranks):
             one.state = "READY"
             one.until_ns = self.now_ns + TIMES_MS["ready_ttl_ms"] * NS_PER_MS
@@ -295,7 +330,7 @@ class Model:
         one = self.remembered(handle)
         if one is None or one.state not in OPEN:
             ranks = list(self.ranks) if rank is None else [rank]
-            heard = drained and self.hear(handle, ranks, ("undrained",))
+            heard = drained and self.hear(handle, ranks)
             if one is not None and heard and key not in one.said:
                 return ("accepted", one.state, False)
             return self.not_open(handle, key)
@@ -313,7 +348,7 @@ class Model:
     def abort(self, handle: int, drained: bool) -> tuple[Any, ...]:
         one = self.remembered(handle)
         if one is None or one.state not in OPEN:
-            heard = drained and self.hear(handle, list(self.ranks), ("undrained",))
+            heard = drained and self.hear(handle, list(self.ranks))
             if one is not None and heard and ("abort",) not in one.said:
                 return ("accepted", one.state, False)
             return self.not_open(handle, ("abort",))
@@ -323,12 +358,20 @@ class Model:
 
     def drained(self, handle: int, rank: int | None) -> tuple[Any, ...]:
         one = self.remembered(handle)
-        if one is not None and one.state in ("RESERVED", "TRANSFERRING"):
-            return ("refused", "wrong-state")
         ranks = list(self.ranks) if rank is None else [rank]
-        heard = self.hear(handle, ranks, ("undrained",))
+        if one is not None and one.state in OPEN:
+            if one.state == "RESERVED":
+                return ("refused", "wrong-state")
+            if rank is not None and rank not in one.ranks:
+                return ("refused", "wrong-rank")
+            if not one.done & set(ranks):
+                return ("refused", "wrong-state")
+            self.make_safe(handle, set(ranks))
+            return ("accepted", one.state, False)
+        states = [kept.state for (of, _), kept in self.kept.items() if of == handle]
+        heard = self.hear(handle, ranks)
         if one is None:
-            return ("accepted", "ABORTED", False) if heard else ("refused", "stale-handle")
+            return ("accepted", states[0], False) if heard else ("refused", "stale-handle")
         return ("accepted", one.state, False)
 
     def lease(self, handle: int, rank: int, right_layout: bool, lease_id: int) -> tuple[Any, ...]:
@@ -361,8 +404,7 @@ class Model:
             key = ("vote", rank, lease_id, False, reason, keep)
         one = self.remembered(handle)
         if one is None or one.state not in OPEN:
-            item = self.kept.get((handle, rank))
-            heard = item is not None and item.lease_id == lease_id and self.hear(handle, [rank], ("leased",))
+            heard = self.stop_reading(handle, rank, lease_id)
             if one is not None and heard and key not in one.said:
                 return ("decided", False, one.reason, one.state)
             return self.not_open(handle, key)
@@ -439,12 +481,16 @@ class Model:
             self.use(found)
         return ("found", found, matched, hint)
 
-    def writer_gone(self, writer: int) -> None:
+    def writer_gone(self, writer: int, drained: bool) -> None:
         for handle, one in list(self.tries.items()):
-            if one.writer == writer and one.state in ("RESERVED", "TRANSFERRING"):
-                self.end(handle, "ABORTED", "writer-gone", set(one.ranks))
-        for key in [key for key, x in self.kept.items() if x.writer == writer and x.why == "undrained"]:
-            del self.kept[key]
+            if one.writer != writer:
+                continue
+            if one.state in ("RESERVED", "TRANSFERRING"):
+                self.end(handle, "ABORTED", "writer-gone", set(one.ranks) if drained else set())
+            elif drained and one.state == "READY":
+                self.make_safe(handle, set(one.ranks))
+        for handle in {of for (of, _), kept in self.kept.items() if drained and kept.writer == writer}:
+            self.hear(handle, list(self.ranks))
 
     def stop(self) -> None:
         self.draining = True

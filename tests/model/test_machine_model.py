@@ -102,7 +102,7 @@ class WholeMachine(RuleBasedStateMachine):
             self.start_one(handle)
         ranks = self.model.tries[handle].ranks
         for rank in ranks if state != "TRANSFERRING" else ranks[1:]:
-            self.commit_one(handle, rank, 0, 0, 0)
+            self.commit_one(handle, rank, 0, 0, 0, (choice + rank) % 4 > 0)
         for rank in ranks if state == "INGESTED" else ():
             self.lease_one(handle, rank, True)
         for rank in ranks if state == "INGESTED" else ():
@@ -165,21 +165,26 @@ class WholeMachine(RuleBasedStateMachine):
         self.settle_time()
         self.agree_on(self.model.start(handle), self.drive.start(handle))
 
-    @rule(choice=pick, which=pick, off=st.sampled_from([(0, 0, 0)] * 12 + [(1, 0, 0), (0, 1, 0), (0, 0, 1)]))
-    def commit(self, choice: int, which: int, off: tuple[int, int, int]) -> None:
+    @rule(
+        choice=pick, which=pick, drained=st.booleans(),
+        off=st.sampled_from([(0, 0, 0)] * 12 + [(1, 0, 0), (0, 1, 0), (0, 0, 1)]),
+    )  # fmt: skip
+    def commit(self, choice: int, which: int, drained: bool, off: tuple[int, int, int]) -> None:
         handle = self.handle(choice, "TRANSFERRING" if choice % 2 else "RESERVED")
-        self.commit_one(handle, self.rank(which), *off)
+        self.commit_one(handle, self.rank(which), *off, drained)
 
-    def commit_one(self, handle: int, rank: int, bytes_off: int, tokens_off: int, sums: int) -> None:
+    def commit_one(
+        self, handle: int, rank: int, bytes_off: int, tokens_off: int, sums: int, drained: bool
+    ) -> None:
         one = self.model.tries.get(handle)
         layout = LAYOUTS[one.name[0]] if one else layout_of()
         num_tokens = one.tokens[1] if one else 1
         self.settle_time()
-        expected = self.model.commit(handle, rank, bytes_off, tokens_off, sums)
+        expected = self.model.commit(handle, rank, bytes_off, tokens_off, sums, drained)
         result = self.drive.post(
             e.RankCommitted, slab_handle=handle, rank=rank, num_tokens=num_tokens + tokens_off,
             num_bytes=num_tokens * layout.token_bytes + bytes_off,
-            checksums=((1, 2),) * (layout.num_planes + sums), conn_id=2,
+            checksums=((1, 2),) * (layout.num_planes + sums), drained=drained, conn_id=2,
         )  # fmt: skip
         self.agree_on(expected, result)
 
@@ -205,7 +210,9 @@ class WholeMachine(RuleBasedStateMachine):
     @rule(choice=pick, which=st.none() | pick)
     def drained(self, choice: int, which: int | None) -> None:
         kept = sorted({handle for handle, _ in self.model.kept})
-        handle = kept[choice % len(kept)] if kept and choice % 4 else self.handle(choice)
+        unsafe = [handle for handle, one in self.model.tries.items() if one.unsafe and one.state in OPEN]
+        about = unsafe if unsafe and choice % 3 == 0 else kept
+        handle = about[choice % len(about)] if about and choice % 4 else self.handle(choice)
         rank = None if which is None else self.rank(which)
         self.settle_time()
         self.agree_on(self.model.drained(handle, rank), self.drive.drained(handle, rank=rank))
@@ -278,11 +285,11 @@ class WholeMachine(RuleBasedStateMachine):
         result = self.drive.look_up(name, layout_fingerprint=layout, page_keys=keys, resident_tokens=resident)
         self.agree_on(expected, result)
 
-    @rule(writer=st.integers(1, 2))
-    def writer_gone(self, writer: int) -> None:
+    @rule(writer=st.integers(1, 2), drained=st.booleans())
+    def writer_gone(self, writer: int, drained: bool) -> None:
         self.settle_time()
-        self.model.writer_gone(writer)
-        self.drive.tell(e.WriterGone, writer_id=writer)
+        self.model.writer_gone(writer, drained)
+        self.drive.tell(e.WriterGone, writer_id=writer, drained=drained)
 
     @rule(duration_ms=st.sampled_from([1, 100, 500, 699, 700, 1_000, 2_000, 4_999, 9_000, 20_000]))
     def advance(self, duration_ms: int) -> None:
@@ -324,6 +331,7 @@ class WholeMachine(RuleBasedStateMachine):
             assert (session.token_start, session.num_tokens) == one.tokens
             if one.state in OPEN:
                 assert {r for r, shard in session.shards.items() if shard.is_committed} == one.done
+                assert {r for r, shard in session.shards.items() if shard.is_drained} == one.done - one.unsafe
                 assert (session.abort_wanted or "") == one.wanted
                 leases = {r: shard.lease for r, shard in session.shards.items() if shard.lease}
                 assert {r: (x.lease_id, x.deadline_ns, x.has_voted) for r, x in leases.items()} == {

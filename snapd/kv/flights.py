@@ -1,0 +1,211 @@
+"""Writes under way: which buffers they read, whether they are over, and what is still owed when a job is.
+
+A write that is under way cannot be called back. When its attempt ends it *lingers*: its buffer is not lent
+again before the write is final, and when the last one of a rank is final and all of them were drained, the
+daemon is given drain proof, if that is soon enough to be of use.
+
+Source: design, sections 7 and 12.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from snapd.calls import Grant
+from snapd.errors import TransportError
+from snapd.kv.control import PushControl
+from snapd.kv.staging import StagingBuffer, StagingRing
+from snapd.kv.writers import RankWriter
+from snapd.transport.base import Progress, TicketState, Write
+
+# Later the daemon's quarantine is over, with its default settings twice.
+LINGER_S_MAX: Final = 120.0
+# A notification goes with a write; there is nothing left to write, so as little as makes sense.
+NOTICE_BYTES: Final = 64
+
+
+class Piece:
+    """A filled buffer.
+
+    Attributes:
+        buffer: what holds it.
+        write: where it goes.
+        failures: how often writing it failed.
+        is_kept: the job releases it, not the end of the write.
+        is_released: the ring has its buffer again.
+    """
+
+    __slots__ = ("buffer", "failures", "is_kept", "is_released", "write")
+
+    def __init__(self, buffer: StagingBuffer, write: Write, *, is_kept: bool) -> None:
+        self.buffer = buffer
+        self.write = write
+        self.failures = 0
+        self.is_kept = is_kept
+        self.is_released = False
+
+
+class Flight:
+    """A write under way.
+
+    Attributes:
+        piece: what is written.
+        progress: how it ended; None: it has not.
+    """
+
+    __slots__ = ("_ticket", "_writer", "piece", "progress")
+
+    def __init__(self, writer: RankWriter, ticket: int, piece: Piece) -> None:
+        self._writer = writer
+        self._ticket = ticket
+        self.piece = piece
+        self.progress: Progress | None = None
+
+    def poll(self) -> None:
+        """See how far it has come."""
+        if self.progress is None:
+            try:
+                progress = self._writer.poll(self._ticket)
+            except TransportError as error:
+                # Nobody will ever know: no proof.
+                progress = Progress(TicketState.FAILED, is_drained=False, detail=str(error))
+            self.progress = progress if progress.is_final else None
+
+    def cancel(self) -> None:
+        """Keep it from beginning, if it has not."""
+        if self.progress is None:
+            with contextlib.suppress(TransportError):
+                self._writer.cancel(self._ticket)
+
+
+class _Lingering:
+    """What is under way of a rank of an attempt that has ended."""
+
+    def __init__(
+        self, grant: Grant, rank: int, flights: list[Flight], *, is_drained: bool, now_s: float
+    ) -> None:
+        self.grant = grant
+        self.rank = rank
+        self.flights = flights
+        self.is_drained = is_drained
+        self.since_s = now_s
+
+
+class Flights:
+    """The writes of one pusher that are under way, of all its jobs. Not thread safe.
+
+    Args:
+        ring: where their buffers come from.
+        control: gets drain proof.
+        in_flight_bytes_max: how much is under way at a time; one write at least.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, ring: StagingRing, control: PushControl, in_flight_bytes_max: int, clock: Callable[[], float]
+    ) -> None:
+        self._ring = ring
+        self._control = control
+        self._in_flight_bytes_max = in_flight_bytes_max
+        self._clock = clock
+        self._flying: list[Flight] = []
+        self._lingering: list[_Lingering] = []
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """How much jobs have under way."""
+        return sum(flight.piece.write.size_bytes for flight in self._flying)
+
+    @property
+    def lingering(self) -> int:
+        """Ranks of ended attempts that have writes under way."""
+        return len(self._lingering)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Return whether so much more may be under way."""
+        return not self._flying or self.in_flight_bytes + size_bytes <= self._in_flight_bytes_max
+
+    def submit(self, writer: RankWriter, piece: Piece) -> Flight:
+        """Begin to write a piece; errors as ``ArenaWriter.submit``."""
+        flight = Flight(writer, writer.submit(piece.buffer, piece.write), piece)
+        self._flying.append(flight)
+        return flight
+
+    def notify(self, writer: RankWriter, piece: Piece, text: str) -> Flight:
+        """Write the first bytes of a piece once more, with a text behind; errors as ``ArenaWriter.submit``."""
+        write = Write(
+            piece.write.source_address, piece.write.target_ptr, min(piece.write.size_bytes, NOTICE_BYTES)
+        )
+        ticket = writer.submit_notification(piece.buffer, write, text)
+        flight = Flight(writer, ticket, piece)
+        self._flying.append(flight)
+        return flight
+
+    def release(self, piece: Piece) -> None:
+        """Give a piece's buffer back, once: nothing reads it any more."""
+        if not piece.is_released:
+            piece.is_released = True
+            self._ring.give_back(piece.buffer)
+
+    def poll(self) -> None:
+        """See which writes are over; what is owed for those that linger is said."""
+        for flight in self._flying:
+            flight.poll()
+            if flight.progress and flight.progress.state is TicketState.DONE and not flight.piece.is_kept:
+                self.release(flight.piece)
+        self._flying = [flight for flight in self._flying if flight.progress is None]
+        for lingering in list(self._lingering):
+            self._poll_lingering(lingering)
+
+    def stop(self, grant: Grant, rank: int, flights: Iterable[Flight], *, is_drained: bool) -> bool:
+        """End the writes of a rank of an attempt that is over; what is under way lingers.
+
+        Args:
+            grant: the attempt.
+            rank: whose shard.
+            flights: its writes that are not done, as far as is known.
+            is_drained: no other write of the rank can still land.
+
+        Returns:
+            Whether no write of the rank can still land.
+        """
+        flights = list(flights)
+        for flight in flights:
+            flight.cancel()
+            flight.poll()
+        self._flying = [flight for flight in self._flying if flight not in flights]
+        lingering = _Lingering(grant, rank, flights, is_drained=is_drained, now_s=self._clock())
+        self._settle(lingering)
+        if not lingering.flights:
+            return lingering.is_drained
+        # Each holds a buffer at least, so there are never more than the ring has.
+        self._lingering.append(lingering)
+        return False
+
+    def close(self) -> None:
+        """Keep what has not begun from beginning."""
+        for flight in self._flying:
+            flight.cancel()
+        self.poll()
+
+    def _settle(self, lingering: _Lingering) -> None:
+        under_way = []
+        for flight in lingering.flights:
+            if flight.progress is None:
+                under_way.append(flight)
+                continue
+            lingering.is_drained = lingering.is_drained and flight.progress.is_drained
+            self.release(flight.piece)
+        lingering.flights = under_way
+
+    def _poll_lingering(self, lingering: _Lingering) -> None:
+        for flight in lingering.flights:
+            flight.poll()
+        self._settle(lingering)
+        if lingering.flights:
+            return
+        self._lingering.remove(lingering)
+        is_soon = self._clock() - lingering.since_s <= LINGER_S_MAX
+        is_same_daemon = self._control.epoch == lingering.grant.epoch
+        if lingering.is_drained and is_soon and is_same_daemon:
+            self._control.drained(lingering.grant, lingering.rank)

@@ -1,0 +1,414 @@
+"""A push under way: what all of them share, and the one that gathers straight into the mapped arena.
+
+Source: design, section 8.
+"""
+
+import abc
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from snapd.calls import Grant
+from snapd.errors import InvalidRequest, Reason, RequestError, SnapdError, TransportError
+from snapd.kv.checksum import PlaneChecksum
+from snapd.kv.control import Attempts, ClientControl, PushControl
+from snapd.kv.copy import GatherJob
+from snapd.kv.pool import KVPool
+from snapd.kv.slabs import Slabs
+from snapd.layout import Layout, snapshot_bytes
+from snapd.units import MS_PER_S
+from snapd.wire import SessionEnded
+
+
+class PushResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a push ended on D's side.
+
+    Attributes:
+        ok: committed on every rank: the snapshot is READY.
+        reason: why not.
+        detail: the same, for a person.
+        retry_after_ms: when the daemon, or the transport, said to try again; 0: it did not.
+        slab_handle: the attempt, 0 if there was none.
+        num_tokens, token_start: what was sent.
+        bytes: payload bytes written, over all ranks.
+        gather_ms: time spent moving and summing bytes.
+        total_ms: from the request to the last commit.
+        attempts: how many there were; 2: it was prepared again, in a new life of the daemon.
+        retried_pieces: writes that failed and were repeated.
+        drained: no write can still land.
+    """
+
+    ok: bool
+    reason: Reason
+    detail: str = ""
+    retry_after_ms: int = 0
+    slab_handle: int = 0
+    num_tokens: int = 0
+    token_start: int = 0
+    bytes: int = 0
+    gather_ms: float = 0.0
+    total_ms: float = 0.0
+    attempts: int = 1
+    retried_pieces: int = 0
+    drained: bool = True
+
+
+def refused(error: SnapdError) -> PushResult:
+    """Return the result of a push that got no grant."""
+    return PushResult(
+        ok=False,
+        reason=error.reason if isinstance(error, RequestError) else Reason.TRANSFER_FAILED,
+        detail=str(error),
+        retry_after_ms=getattr(error, "retry_after_ms", 0),
+    )
+
+
+def ended_early(ended: SessionEnded) -> RequestError:
+    """Return the error of an attempt that was ended by somebody else."""
+    return RequestError("the attempt was ended while it was being written", reason=ended.reason)
+
+
+class PushJob(abc.ABC):
+    """A push under way. Made by ``Pusher.start``; ``step`` until it says that it is done, or ``cancel``.
+
+    Attributes:
+        grant: where it goes; None: it was refused.
+    """
+
+    def __init__(self, grant: Grant | None) -> None:
+        self.grant = grant
+        self._result: PushResult | None = None
+
+    @property
+    def done(self) -> bool:
+        """The push has ended, one way or the other."""
+        return self._result is not None
+
+    @property
+    def result(self) -> PushResult:
+        """How it ended.
+
+        Raises:
+            InvalidRequest: it has not.
+        """
+        if self._result is None:
+            raise InvalidRequest("the push is not done: step it until it is")
+        return self._result
+
+    @property
+    @abc.abstractmethod
+    def bytes_done(self) -> int:
+        """Payload bytes gathered so far, over all ranks."""
+
+    @abc.abstractmethod
+    def step(self, max_bytes: int) -> bool:
+        """Move up to *max_bytes* (one piece at least, if it has room); return whether the push has ended."""
+
+    @abc.abstractmethod
+    def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
+        """End the push from D's side, for instance because the session's KV is being evicted."""
+
+    def wait(self) -> None:  # noqa: B027 - most jobs never wait
+        """Wait a little, if the last step had nothing to do but to wait; for callers without other work."""
+
+
+class RefusedJob(PushJob):
+    """A push that got no grant: it is done."""
+
+    def __init__(self, error: SnapdError) -> None:
+        super().__init__(None)
+        self._result = refused(error)
+
+    @property
+    def bytes_done(self) -> int:
+        """None."""
+        return 0
+
+    def step(self, max_bytes: int) -> bool:
+        """Do nothing; return True."""
+        del max_bytes
+        return True
+
+    def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
+        """Do nothing; return the result."""
+        del reason
+        return self.result
+
+
+class GrantedJob(PushJob):
+    """A push that has a grant: steps that are guarded, and how it ends.
+
+    Args:
+        grant: where it goes.
+        layout: of the planes.
+        control: what is said to the daemon.
+        attempts: takes note of this one.
+        started_s: when it was asked for.
+    """
+
+    grant: Grant
+
+    def __init__(
+        self, grant: Grant, layout: Layout, control: PushControl, attempts: Attempts, started_s: float
+    ) -> None:
+        super().__init__(grant)
+        self._layout = layout
+        self._control = control
+        self._attempts = attempts
+        self._started_s = started_s
+        self._gather_s = 0.0
+        self._retried_pieces = 0
+        attempts.begin(grant.slab_handle)
+        self._connections = control.connections
+        try:
+            control.started(grant)
+        except SnapdError as error:
+            self._give_up(error)
+
+    @property
+    def _shard_bytes(self) -> int:
+        return snapshot_bytes(self._layout, self.grant.num_tokens)
+
+    def step(self, max_bytes: int) -> bool:
+        """Move up to *max_bytes* (one piece at least, if it has room); return whether the push has ended."""
+        if self._result is not None:
+            return True
+        try:
+            self._check_still_wanted()
+            self._advance(max_bytes)
+        except SnapdError as error:
+            self._give_up(error)
+        except Exception as error:
+            # The engine's own fault, or a copy that failed: no bytes are left behind because of it.
+            self._give_up(TransportError(f"the copy failed: {error}"))
+            raise
+        return self.done
+
+    def cancel(self, reason: Reason = Reason.TRANSFER_FAILED) -> PushResult:
+        """End the push from D's side, for instance because the session's KV is being evicted."""
+        if self._result is None:
+            self._end(reason, "", 0, said=reason)
+        return self.result
+
+    def _check_still_wanted(self) -> None:
+        ended = self._attempts.take_end(self.grant.slab_handle)
+        if ended is not None:
+            raise ended_early(ended)
+        # The end may have been told to a connection that is gone: ask before another byte is written.
+        self._connections = self._control.check(self.grant, self._connections)
+
+    @abc.abstractmethod
+    def _advance(self, max_bytes: int) -> None:
+        """Do a step."""
+
+    @abc.abstractmethod
+    def _stop(self) -> dict[int, bool]:
+        """Write no more; return, for each rank, whether no write can still land."""
+
+    def _succeed(self, *, drained: bool) -> None:
+        result = PushResult(
+            ok=True,
+            reason=Reason.OK,
+            slab_handle=self.grant.slab_handle,
+            num_tokens=self.grant.num_tokens,
+            token_start=self.grant.token_start,
+            bytes=self._shard_bytes * len(self.grant.ranks),
+            gather_ms=self._gather_s * MS_PER_S,
+            total_ms=(time.monotonic() - self._started_s) * MS_PER_S,
+            retried_pieces=self._retried_pieces,
+            drained=drained,
+        )
+        self._finish(result)
+
+    def _give_up(self, error: SnapdError) -> None:
+        """End an attempt that went wrong here."""
+        # What is refused because the attempt has ended is refused as stale; why it ended was told before.
+        ended = self._attempts.take_end(self.grant.slab_handle)
+        if ended is not None:
+            error = ended_early(ended)
+        reason = error.reason if isinstance(error, RequestError) else Reason.TRANSFER_FAILED
+        self._end(reason, str(error), getattr(error, "retry_after_ms", 0), said=Reason.TRANSFER_FAILED)
+
+    def _end(self, reason: Reason, detail: str, retry_after_ms: int, *, said: Reason) -> None:
+        drained = self._stop()
+        is_drained = all(drained.values())
+        self._control.failed(self.grant, said, drained=is_drained)
+        if not is_drained:
+            for rank in (rank for rank, is_proven in drained.items() if is_proven):
+                self._control.drained(self.grant, rank)
+        result = PushResult(
+            ok=False,
+            reason=reason,
+            detail=detail,
+            retry_after_ms=retry_after_ms,
+            slab_handle=self.grant.slab_handle,
+            num_tokens=self.grant.num_tokens,
+            token_start=self.grant.token_start,
+            retried_pieces=self._retried_pieces,
+            drained=is_drained,
+        )
+        self._finish(result)
+
+    def _finish(self, result: PushResult) -> None:
+        self._result = result
+        self._attempts.end(self.grant.slab_handle)
+
+
+class MappedJob(GrantedJob):
+    """Gathers straight into the mapped arena: no copy is under way between two steps.
+
+    Args:
+        grant, layout, control, attempts, started_s: see ``GrantedJob``.
+        slabs: the mapped arenas.
+        pools: by rank.
+        slots: of the tokens that are sent, shape [num_tokens].
+    """
+
+    _control: ClientControl
+
+    def __init__(
+        self,
+        grant: Grant,
+        layout: Layout,
+        control: ClientControl,
+        attempts: Attempts,
+        started_s: float,
+        *,
+        slabs: Slabs,
+        pools: dict[int, KVPool],
+        slots: torch.Tensor,
+    ) -> None:
+        self._slabs = slabs
+        self._pools = pools
+        self._slots = slots
+        self._gather: GatherJob | None = None
+        self._rank_index = 0
+        super().__init__(grant, layout, control, attempts, started_s)
+
+    @property
+    def bytes_done(self) -> int:
+        """Payload bytes written so far, over all ranks."""
+        return self._rank_index * self._shard_bytes + (self._gather.bytes_done if self._gather else 0)
+
+    def _advance(self, max_bytes: int) -> None:
+        grant = self.grant
+        rank_grant = grant.ranks[self._rank_index]
+        started_s = time.monotonic()
+        if self._gather is None:
+            planes = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
+            self._gather = GatherJob(self._pools[rank_grant.rank], self._slots, planes)
+        is_gathered = self._gather.step(max_bytes)
+        self._gather_s += time.monotonic() - started_s
+        if not is_gathered:
+            return
+        commit_now(self._control, grant, rank_grant.rank, self._shard_bytes, self._gather.checksums)
+        self._gather = None
+        self._rank_index += 1
+        if self._rank_index == len(grant.ranks):
+            self._succeed(drained=True)
+
+    def _stop(self) -> dict[int, bool]:
+        self._gather = None
+        return {rank_grant.rank: True for rank_grant in self.grant.ranks}
+
+
+class MappedPlanesJob(GrantedJob):
+    """Writes planes that were gathered before into the mapped arena, a rank a step.
+
+    Args:
+        grant, layout, control, attempts, started_s: see ``GrantedJob``.
+        slabs: the mapped arenas.
+        planes, checksums: see ``Pusher.push_planes``.
+    """
+
+    _control: ClientControl
+
+    def __init__(
+        self,
+        grant: Grant,
+        layout: Layout,
+        control: ClientControl,
+        attempts: Attempts,
+        started_s: float,
+        *,
+        slabs: Slabs,
+        planes: Mapping[int, Sequence[torch.Tensor]],
+        checksums: Mapping[int, Sequence[PlaneChecksum]] | None,
+    ) -> None:
+        self._slabs = slabs
+        self._planes = planes
+        self._checksums = checksums
+        self._rank_index = 0
+        super().__init__(grant, layout, control, attempts, started_s)
+
+    @property
+    def bytes_done(self) -> int:
+        """Payload bytes written so far, over all ranks."""
+        return self._rank_index * self._shard_bytes
+
+    def _advance(self, max_bytes: int) -> None:
+        del max_bytes
+        grant = self.grant
+        rank_grant = grant.ranks[self._rank_index]
+        source = self._planes[rank_grant.rank]
+        target = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
+        if [plane.numel() for plane in source] != [plane.numel() for plane in target]:
+            raise InvalidRequest(f"rank {rank_grant.rank}: the planes are not those of the layout")
+        sums = (
+            self._checksums[rank_grant.rank]
+            if self._checksums
+            else [plane_checksum(plane) for plane in source]
+        )
+        arena = self._slabs.arena(rank_grant.rank, grant.epoch)
+        writer = ShmWriter(arena)
+        ticket = writer.submit(_few_writes(source, target, arena.address, rank_grant.extents))
+        if writer.poll(ticket).state is not TicketState.DONE:
+            raise TransportError(f"rank {rank_grant.rank}: the write failed")
+        commit_now(self._control, grant, rank_grant.rank, self._shard_bytes, sums)
+        self._rank_index += 1
+        if self._rank_index == len(grant.ranks):
+            self._succeed(drained=True)
+
+    def _stop(self) -> dict[int, bool]:
+        return {rank_grant.rank: True for rank_grant in self.grant.ranks}
+
+
+def _few_writes(
+    source: Sequence[torch.Tensor],
+    target: Sequence[torch.Tensor],
+    arena_address: int,
+    extents: Sequence[Extent],
+) -> list[Write]:
+    """Return writes of all planes, one for as many neighbours as lie alike on both sides.
+
+    The number of writes is what costs, so the padding between two planes is written too where it is both the
+    slab's own and of the source's own storage.
+    """
+    writes: list[Write] = []
+    for index, (plane, to_plane) in enumerate(zip(source, target, strict=True)):
+        offset = to_plane.data_ptr() - arena_address
+        if writes:
+            last, before = writes[-1], source[index - 1]
+            gap_bytes = offset - last.target_ptr - last.size_bytes
+            is_alike = plane.data_ptr() == last.source_address + last.size_bytes + gap_bytes
+            is_one_storage = plane.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+            is_one_extent = any(
+                extent.offset_bytes <= last.target_ptr and offset < extent.end_bytes for extent in extents
+            )
+            if gap_bytes >= 0 and is_alike and is_one_storage and is_one_extent:
+                size_bytes = last.size_bytes + gap_bytes + plane.numel()
+                writes[-1] = Write(last.source_address, last.target_ptr, size_bytes)
+                continue
+        writes.append(Write(plane.data_ptr(), offset, plane.numel()))
+    return writes
+
+
+def commit_now(
+    control: ClientControl, grant: Grant, rank: int, num_bytes: int, checksums: Sequence[PlaneChecksum]
+) -> None:
+    """Say that every write of one rank's shard is final, and wait for the answer."""
+    control.client.commit(
+        grant.slab_handle, rank, num_bytes, grant.num_tokens, tuple(checksums), epoch=grant.epoch
+    )

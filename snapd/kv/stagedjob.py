@@ -1,0 +1,357 @@
+"""A push that goes through staging buffers: gather one piece while those before it fly.
+
+For every rank: pieces are filled, written, and written again if that failed; when all are done, the rank is
+committed. A piece is gathered ahead, not more: what waits in memory only leaves the cache.
+
+Source: design, sections 7 and 8.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from snapd.calls import Grant
+from snapd.errors import InvalidRequest, PeerResting, StaleHandle, TransportError
+from snapd.kv.control import Attempts, Commitment, PushControl, RankCommit
+from snapd.kv.flights import Flight, Flights, Piece
+from snapd.kv.pushjob import GrantedJob
+from snapd.kv.slabs import plane_places
+from snapd.kv.staged import StagedSource
+from snapd.kv.staging import StagingBuffer, StagingRing
+from snapd.kv.writers import RankWriter, Writers, arena_offer
+from snapd.layout import Layout
+from snapd.transport.base import TicketState, Write
+from snapd.units import MS_PER_S
+from snapd.wire import HelloRep, RankGrant
+
+# How long to wait at most for a write, and for a peer that rests, before looking again.
+WAIT_S: Final = 0.000_5
+REST_WAIT_S_MAX: Final = 0.05
+
+# Makes what is sent of a rank: the grant of its shard, and where its planes start in the arena.
+SourceFor: TypeAlias = Callable[[RankGrant, list[int]], StagedSource]
+
+
+class _NotifiedCommit:
+    """A commit that goes with the transfer. One that failed is made anew: it is idempotent."""
+
+    def __init__(self, job: "StagedJob", shard: "_Shard", text: str) -> None:
+        self._job = job
+        self._shard = shard
+        self._text = text
+
+    def poll(self) -> bool:
+        """Return whether it was sent.
+
+        Raises:
+            TransportError: it cannot be sent, or failed too often.
+        """
+        shard = self._shard
+        if shard.notice is None:
+            shard.notice = self._job.notify(shard, self._text)
+        elif shard.notice.progress is not None:
+            notice, shard.notice = shard.notice, None
+            if notice.progress is not None and notice.progress.state is TicketState.DONE:
+                return True
+            shard.commit = None
+            self._job.note_failure(shard, notice)
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait a little for it."""
+        time.sleep(timeout_s)
+
+    def forget(self) -> None:
+        """Do nothing: its write is stopped with the shard's others."""
+
+
+class _Shard:
+    """One rank's part of a push.
+
+    Attributes:
+        grant: where it goes.
+        source: what is sent; None: not begun.
+        writer: how it is written.
+        buffer: what is being filled.
+        ready: pieces that were filled, or failed, and are to be written.
+        flying: writes under way.
+        last_piece: the last one, if the commit goes behind it.
+        notice: the commit's own write.
+        is_drained: no write that was final so far can still land.
+        commit: the commit under way.
+        is_committed: the daemon has it.
+    """
+
+    def __init__(self, grant: RankGrant) -> None:
+        self.grant = grant
+        self.source: StagedSource | None = None
+        self.writer: RankWriter | None = None
+        self.buffer: StagingBuffer | None = None
+        self.ready: deque[Piece] = deque()
+        self.flying: list[Flight] = []
+        self.last_piece: Piece | None = None
+        self.notice: Flight | None = None
+        self.is_drained = True
+        self.commit: Commitment | None = None
+        self.is_committed = False
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.source is not None and self.source.done
+
+    @property
+    def is_written(self) -> bool:
+        return self.is_gathered and not self.ready and not self.flying
+
+
+class StagedJob(GrantedJob):
+    """Gathers through staging buffers, and writes them. A step never waits for the peer.
+
+    Args:
+        grant, layout, control, attempts, started_s: see ``GrantedJob``.
+        hello: what the daemon said of itself.
+        source_for: makes what is sent of a rank.
+        ring: where buffers come from.
+        flights: the writes of this pusher.
+        writers: the writers of this pusher.
+        retries_max: how often a piece is written again, and how often a peer that rests is waited for.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        grant: Grant,
+        layout: Layout,
+        control: PushControl,
+        attempts: Attempts,
+        started_s: float,
+        *,
+        hello: HelloRep,
+        source_for: SourceFor,
+        ring: StagingRing,
+        flights: Flights,
+        writers: Writers,
+        retries_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._hello = hello
+        self._source_for = source_for
+        self._ring = ring
+        self._flights = flights
+        self._writers = writers
+        self._retries_max = retries_max
+        self._clock = clock
+        self._shards = [_Shard(rank_grant) for rank_grant in grant.ranks]
+        self._rests = 0
+        self._rest_until_s = 0.0
+        self._has_moved = False
+        self._began_s = clock()
+        super().__init__(grant, layout, control, attempts, started_s)
+        self._lifetime_ms = control.lifetime_ms(self._shard_bytes * len(grant.ranks))
+
+    @property
+    def bytes_done(self) -> int:
+        """Payload bytes gathered so far, over all ranks."""
+        return sum(shard.source.bytes_done for shard in self._shards if shard.source is not None)
+
+    def wait(self) -> None:
+        """Wait a little, unless the last step moved something."""
+        if self.done or self._has_moved:
+            return
+        commits = [shard.commit for shard in self._shards if shard.commit and not shard.is_committed]
+        is_flying = any(shard.flying for shard in self._shards)
+        rest_s = self._rest_until_s - self._clock()
+        if commits and not is_flying:
+            commits[0].wait(WAIT_S)
+        elif rest_s > 0 and not is_flying:
+            time.sleep(min(rest_s, REST_WAIT_S_MAX))
+        else:
+            time.sleep(WAIT_S)
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def _advance(self, max_bytes: int) -> None:
+        self._has_moved = False
+        if self._hello.epoch != self.grant.epoch:
+            raise StaleHandle(
+                f"the daemon was restarted: its epoch is {self._hello.epoch}, the grant's {self.grant.epoch}"
+            )
+        self._flights.poll()
+        for shard in self._shards:
+            self._settle(shard)
+        self._check_lifetime()
+        self._write_ready()
+        self._gather_some(max_bytes)
+        for shard in self._shards:
+            self._commit(shard)
+        if all(shard.is_committed for shard in self._shards):
+            self._succeed(drained=all(shard.is_drained for shard in self._shards))
+
+    def _check_lifetime(self) -> None:
+        if self._lifetime_ms is None:
+            return
+        if (self._clock() - self._began_s) * MS_PER_S > self._lifetime_ms:
+            raise TransportError(f"the push was not done within {self._lifetime_ms} ms")
+
+    def _settle(self, shard: _Shard) -> None:
+        """Take note of writes that are over; one that failed is written again."""
+        for flight in [flight for flight in shard.flying if flight.progress is not None]:
+            shard.flying.remove(flight)
+            self._has_moved = True
+            assert flight.progress is not None
+            if flight.progress.state is not TicketState.DONE:
+                shard.ready.appendleft(flight.piece)
+                self.note_failure(shard, flight)
+
+    def note_failure(self, shard: _Shard, flight: Flight) -> None:
+        """Count a write that failed.
+
+        Raises:
+            TransportError: it failed too often.
+        """
+        assert flight.progress is not None
+        shard.is_drained = shard.is_drained and flight.progress.is_drained
+        flight.piece.failures += 1
+        if flight.piece.failures > self._retries_max:
+            raise TransportError(
+                f"rank {shard.grant.rank}: a write failed {flight.piece.failures} times: "
+                f"{flight.progress.detail}"
+            )
+        self._retried_pieces += 1
+
+    def _write_ready(self) -> None:
+        for shard in self._shards:
+            while shard.ready and self._clock() >= self._rest_until_s:
+                piece = shard.ready[0]
+                if not self._flights.has_room(piece.write.size_bytes):
+                    return
+                assert shard.writer is not None
+                try:
+                    flight = self._flights.submit(shard.writer, piece)
+                except PeerResting as resting:
+                    self._rest(resting)
+                    return
+                shard.ready.popleft()
+                shard.flying.append(flight)
+                self._has_moved = True
+
+    def notify(self, shard: _Shard, text: str) -> Flight | None:
+        """Begin to write a shard's last piece once more, with a text behind it; None: not yet.
+
+        Raises:
+            TransportError: it cannot be sent.
+        """
+        assert shard.writer is not None and shard.last_piece is not None
+        if self._clock() < self._rest_until_s:
+            return None
+        try:
+            flight = self._flights.notify(shard.writer, shard.last_piece, text)
+        except PeerResting as resting:
+            self._rest(resting)
+            return None
+        self._has_moved = True
+        return flight
+
+    def _rest(self, resting: PeerResting) -> None:
+        self._rests += 1
+        if self._rests > self._retries_max:
+            raise resting
+        self._rest_until_s = self._clock() + resting.retry_after_ms / MS_PER_S
+
+    def _gather_some(self, max_bytes: int) -> None:
+        moved_bytes = 0
+        started_s = time.monotonic()
+        for shard in self._shards:
+            while not shard.is_gathered and moved_bytes < max(max_bytes, 1):
+                # A piece that waits is ahead enough.
+                if any(other.ready for other in self._shards) or not self._begin_piece(shard):
+                    return
+                moved_bytes += self._fill(shard, max_bytes - moved_bytes)
+                self._has_moved = True
+                self._gather_s += time.monotonic() - started_s
+                self._write_ready()
+                started_s = time.monotonic()
+
+    def _begin_piece(self, shard: _Shard) -> bool:
+        """Have a buffer that is being filled; return whether there is one."""
+        if shard.source is None:
+            shard.writer = self._writers.writer(self._hello, shard.grant.rank)
+            shard.source = self._make_source(shard.grant)
+        if shard.buffer is None:
+            shard.buffer = self._ring.take()
+            if shard.buffer is None:
+                return False
+            shard.source.begin(shard.buffer.memory)
+        return True
+
+    def _make_source(self, grant: RankGrant) -> StagedSource:
+        places = plane_places(grant, self.grant.num_tokens, arena_offer(self._hello, grant.rank).size_bytes)
+        source = self._source_for(grant, [offset_bytes for offset_bytes, _ in places])
+        if source.plane_sizes_bytes != tuple(size_bytes for _, size_bytes in places):
+            raise InvalidRequest(f"rank {grant.rank}: the planes are not those of the layout")
+        return source
+
+    def _fill(self, shard: _Shard, max_bytes: int) -> int:
+        """Gather into the buffer; return how many bytes."""
+        assert shard.source is not None and shard.buffer is not None
+        before_bytes = shard.source.bytes_done
+        staged = shard.source.step(max_bytes)
+        if staged is not None:
+            target_ptr = shard.grant.snapshot_buf_base_ptr + staged.offset_bytes
+            write = Write(shard.buffer.address, target_ptr, staged.size_bytes)
+            is_kept = self._control.is_notifying and shard.source.done
+            piece = Piece(shard.buffer, write, is_kept=is_kept)
+            if is_kept:
+                shard.last_piece = piece
+            shard.ready.append(piece)
+            shard.buffer = None
+        return shard.source.bytes_done - before_bytes
+
+    def _commit(self, shard: _Shard) -> None:
+        if shard.is_committed or not shard.is_written:
+            return
+        if shard.commit is None:
+            assert shard.source is not None
+            facts = RankCommit(
+                rank=shard.grant.rank,
+                num_bytes=self._shard_bytes,
+                num_tokens=self.grant.num_tokens,
+                checksums=shard.source.checksums,
+                drained=shard.is_drained,
+            )
+            shard.commit = self._control.commit(
+                self.grant, facts, lambda text: _NotifiedCommit(self, shard, text)
+            )
+            self._has_moved = True
+        if shard.commit.poll():
+            shard.is_committed = True
+            self._has_moved = True
+            self._release_last(shard)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _release_last(self, shard: _Shard) -> None:
+        if shard.last_piece is not None:
+            self._flights.release(shard.last_piece)
+            shard.last_piece = None
+
+    def _stop(self) -> dict[int, bool]:
+        """Write no more; return, for each rank, whether no write can still land."""
+        return {shard.grant.rank: self._stop_shard(shard) for shard in self._shards}
+
+    def _stop_shard(self, shard: _Shard) -> bool:
+        if shard.commit is not None and not shard.is_committed:
+            shard.commit.forget()
+        if shard.buffer is not None:
+            self._ring.give_back(shard.buffer)
+            shard.buffer = None
+        flights = shard.flying + ([shard.notice] if shard.notice is not None else [])
+        flying_pieces = [flight.piece for flight in flights]
+        for piece in shard.ready:
+            self._flights.release(piece)
+        if shard.last_piece is not None and shard.last_piece not in flying_pieces:
+            self._flights.release(shard.last_piece)
+        shard.ready.clear()
+        shard.flying, shard.notice, shard.last_piece = [], None, None
+        return self._flights.stop(self.grant, shard.grant.rank, flights, is_drained=shard.is_drained)

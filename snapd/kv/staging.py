@@ -1,0 +1,135 @@
+"""The staging ring: bounded memory of this process, out of which a transport writes.
+
+Source: design, section 8.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+from typing import Final
+
+import torch
+
+from snapd.errors import InvalidRequest
+from snapd.units import align_up, format_bytes
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+
+# Memory of rings that were closed, by process and size. A transport may have it registered for some time
+# yet, and memory that is mapped anew at a registered address cannot be registered.
+_spare: Final[dict[tuple[int, int], list[torch.Tensor]]] = {}
+_spare_lock: Final = threading.Lock()
+# What is lent may be read by a transport, whoever has forgotten the ring meanwhile.
+_lent: Final[dict[int, "StagingBuffer"]] = {}
+
+
+class StagingBuffer:
+    """Page-aligned memory for one piece.
+
+    Attributes:
+        memory: uint8, shape [size_bytes].
+        address: of its first byte.
+        size_bytes: whole pages.
+    """
+
+    __slots__ = ("address", "memory", "size_bytes")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.address = memory.data_ptr()
+        self.size_bytes = memory.numel()
+
+
+class StagingRing:
+    """Buffers that are taken and given back. Not thread safe.
+
+    The last one given back is taken first, as its bytes are in the cache. Memory is allocated when it is
+    first needed, and kept: a transport registers it once.
+
+    Args:
+        ring_bytes: all buffers together, at most.
+        piece_bytes: the longest piece; a buffer is that, rounded up to whole pages.
+
+    Raises:
+        InvalidRequest: there is no room for one buffer.
+    """
+
+    def __init__(self, ring_bytes: int, piece_bytes: int) -> None:
+        self._buffer_bytes = align_up(piece_bytes, PAGE_BYTES)
+        self.buffers_max = ring_bytes // self._buffer_bytes
+        if piece_bytes < 1 or self.buffers_max < 1:
+            raise InvalidRequest(
+                f"a ring of {format_bytes(ring_bytes)} has no room for a piece of {format_bytes(piece_bytes)}"
+            )
+        self._free: list[StagingBuffer] = []
+        self._lent: set[int] = set()
+        self._allocated = 0
+        self._is_closed = False
+        weakref.finalize(self, _spare_all, self._free).atexit = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory that was allocated so far."""
+        return self._allocated * self._buffer_bytes
+
+    @property
+    def lent(self) -> int:
+        """Buffers that were taken and not given back."""
+        return len(self._lent)
+
+    def take(self) -> StagingBuffer | None:
+        """Return a buffer, or None if all are lent.
+
+        Raises:
+            InvalidRequest: the ring is closed.
+        """
+        if self._is_closed:
+            raise InvalidRequest("the staging ring is closed")
+        if self._free:
+            buffer = self._free.pop()
+        elif self._allocated < self.buffers_max:
+            buffer = StagingBuffer(_allocate(self._buffer_bytes))
+            self._allocated += 1
+        else:
+            return None
+        self._lent.add(buffer.address)
+        _lent[buffer.address] = buffer
+        return buffer
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """Take a buffer back: nobody reads from it any more.
+
+        Raises:
+            InvalidRequest: it is not lent.
+        """
+        if buffer.address not in self._lent:
+            raise InvalidRequest("a buffer that is not lent was given back")
+        self._lent.remove(buffer.address)
+        del _lent[buffer.address]
+        self._free.append(buffer)
+        if self._is_closed:
+            _spare_all(self._free)
+
+    def close(self) -> None:
+        """Lend no more. What is lent stays where it is until it is given back."""
+        self._is_closed = True
+        _spare_all(self._free)
+
+
+def _spare_all(buffers: list[StagingBuffer]) -> None:
+    with _spare_lock:
+        while buffers:
+            buffer = buffers.pop()
+            _spare.setdefault((os.getpid(), buffer.size_bytes), []).append(buffer.memory)
+
+
+def _allocate(size_bytes: int) -> torch.Tensor:
+    with _spare_lock:
+        spare = _spare.get((os.getpid(), size_bytes))
+        if spare:
+            return spare.pop()
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Pages that a device reads must stay this process's own when it forks.
+    memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,156 @@
+"""D's writers: one for each rank's arena and life of the daemon, and which memory each of them knows.
+
+Source: design, section 7.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import msgspec
+
+from snapd.errors import TransportError, WrongRank
+from snapd.kv.staging import StagingBuffer
+from snapd.mooncakeconfig import MooncakeConfig
+from snapd.transport.base import ArenaWriter, Progress, Write
+from snapd.wire import ArenaOffer, HelloRep
+
+# Makes the writer for a rank's arena in an epoch.
+WriterFor: TypeAlias = Callable[[HelloRep, int, str], ArenaWriter]
+
+
+def arena_offer(hello: HelloRep, rank: int) -> ArenaOffer:
+    """Return what the daemon offers for *rank*.
+
+    Raises:
+        WrongRank: it has no such arena.
+    """
+    for arena in hello.arenas:
+        if arena.rank == rank:
+            return arena
+    raise WrongRank(f"rank {rank} is not among {[arena.rank for arena in hello.arenas]}")
+
+
+def mooncake_writers(config: MooncakeConfig, in_flight_bytes_max: int) -> WriterFor:
+    """Return what makes Mooncake's writers. They use the daemon's protocol and metadata server."""
+
+    def make(hello: HelloRep, rank: int, epoch: str) -> ArenaWriter:
+        # Only a D that pushes over Mooncake needs the package.
+        from snapd.transport.mooncake_engine import MooncakeEngines
+        from snapd.transport.mooncake_writer import MooncakeWriter
+
+        address = hello.mooncake
+        if address is None:
+            raise TransportError("the daemon's transport is mooncake, and it says no address of it")
+        arena = arena_offer(hello, rank)
+        own = msgspec.structs.replace(
+            config, protocol=address.protocol, metadata_server=address.metadata_server
+        )
+        return MooncakeWriter(
+            MooncakeEngines.shared(own),
+            address.segment_name,
+            epoch,
+            arena.base_ptr,
+            arena.size_bytes,
+            in_flight_bytes_max=in_flight_bytes_max,
+        )
+
+    return make
+
+
+class RankWriter:
+    """A writer, and the buffers that it knows.
+
+    Attributes:
+        epoch: the daemon's life that it is for.
+    """
+
+    def __init__(self, writer: ArenaWriter, epoch: str) -> None:
+        self.epoch = epoch
+        self._writer = writer
+        self._known: set[int] = set()
+
+    def submit(self, buffer: StagingBuffer, write: Write) -> int:
+        """Begin a write out of *buffer*, and return a ticket; errors as ``ArenaWriter.submit``."""
+        self._make_known(buffer)
+        return self._writer.submit([write])
+
+    def submit_notification(self, buffer: StagingBuffer, write: Write, text: str) -> int:
+        """Begin a write that a text follows, and return a ticket.
+
+        Raises:
+            TransportError: the transport has no notifications, or as ``ArenaWriter.submit``.
+        """
+        submit = getattr(self._writer, "submit_notification", None)
+        if submit is None:
+            raise TransportError("this transport carries no notifications: a control connection is needed")
+        self._make_known(buffer)
+        ticket: int = submit(write, text)
+        return ticket
+
+    def _make_known(self, buffer: StagingBuffer) -> None:
+        if buffer.address not in self._known:
+            self._writer.register_source(buffer.address, buffer.size_bytes)
+            self._known.add(buffer.address)
+
+    def poll(self, ticket: int) -> Progress:
+        """Return how far a ticket has come; errors as ``ArenaWriter.poll``."""
+        return self._writer.poll(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        """Begin no further write of a ticket; errors as ``ArenaWriter.cancel``."""
+        self._writer.cancel(ticket)
+
+    def check_peer(self) -> None:
+        """See whether the peer is to be tried now; nothing is written.
+
+        Raises:
+            PeerResting: it failed a moment ago.
+        """
+        self._writer.poll(self._writer.submit(()))
+
+    def close(self) -> None:
+        """Begin nothing any more. Tickets that are open can still be polled."""
+        self._writer.close()
+
+
+class Writers:
+    """The writers of one pusher, made when they are first needed."""
+
+    def __init__(self, writer_for: WriterFor) -> None:
+        self._writer_for = writer_for
+        self._writers: dict[int, RankWriter] = {}
+
+    def writer(self, hello: HelloRep, rank: int) -> RankWriter:
+        """Return the writer for *rank*'s arena in the epoch of *hello*. An earlier epoch's are closed.
+
+        Raises:
+            SnapdError: it cannot be made, or there is no such arena.
+        """
+        for known_rank, known in list(self._writers.items()):
+            if known.epoch != hello.epoch:
+                del self._writers[known_rank]
+                known.close()
+        found = self._writers.get(rank)
+        if found is None:
+            found = RankWriter(self._writer_for(hello, rank, hello.epoch), hello.epoch)
+            self._writers[rank] = found
+        return found
+
+    def check_peers(self, hello: HelloRep, ranks: Iterable[int]) -> None:
+        """See whether the daemon's arenas are to be tried now.
+
+        Raises:
+            PeerResting: one of them failed a moment ago.
+            SnapdError: a writer cannot be made.
+        """
+        offered = {arena.rank for arena in hello.arenas}
+        for rank in ranks:
+            # A rank that is not offered is for the daemon to refuse.
+            if rank in offered:
+                self.writer(hello, rank).check_peer()
+
+    def close(self) -> None:
+        """Close all writers."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()

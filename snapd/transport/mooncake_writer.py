@@ -1,0 +1,341 @@
+"""D's side of Mooncake: writes into one arena that begin in order, and are polled until they are final.
+
+Nothing here waits for a peer. The first contact can take long when the peer is stopped, so it happens in
+a thread; what is submitted meanwhile waits, and fails with nothing begun when the contact fails or takes
+longer than ``connect_timeout_s``.
+
+* ``DONE`` was acknowledged by the target, so nothing can land any more. A write that failed may land all
+  the same, when a stopped peer goes on: its ticket is not drained.
+* The first failed write in a row does not make the peer rest, so that a piece can be tried again within
+  its push; the second does, and so does a first contact that fails.
+* A writer is for one life of a daemon. It goes on when its peer was only away; a daemon that was started
+  anew has another epoch, and needs another writer.
+
+Source: design, section 7.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from snapd.errors import TransportError
+from snapd.transport.base import Progress, TicketState, Write
+from snapd.transport.mooncake_engine import MooncakeEngine, MooncakeEngines, Opening, WriteState
+from snapd.units import MIB
+
+IN_FLIGHT_BYTES_MAX: Final = 256 * MIB
+# Over TCP the engine takes about 2,000 writes a peer at a time; of more, some fail and some hang.
+IN_FLIGHT_WRITES_MAX: Final = 64
+NOTIFICATIONS_MAX: Final = 8
+TICKETS_MAX: Final = 4_096
+CONNECT_TIMEOUT_S: Final = 10.0
+
+
+class _Notice:
+    """A write with a notification under way, in a thread of its own: the call waits for the peer."""
+
+    def __init__(self, engine: MooncakeEngine, segment_name: str, write: Write, text: str) -> None:
+        self.state = WriteState.RUNNING
+        self.error = ""
+        self._call = (segment_name, write, text)
+        self._engine = engine
+        threading.Thread(target=self._run, name=f"snapd-notify-{segment_name}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._engine.notify(*self._call)
+        except Exception as error:  # Whatever it was, whoever polls must hear of it.
+            self.error = str(error) or type(error).__name__
+            self.state = WriteState.FAILED
+        else:
+            self.state = WriteState.DONE
+
+
+class _Flight(msgspec.Struct):
+    """A write that has begun: asked for by its id, or its thread."""
+
+    size_bytes: int
+    began: int | _Notice
+
+
+class _Ticket(msgspec.Struct):
+    waiting: deque[Write]
+    begun_in_round: int
+    deadline_s: float
+    text: str | None = None
+    flying: list[_Flight] = msgspec.field(default_factory=list)
+    failure: str = ""
+    is_drained: bool = True
+    is_cancelled: bool = False
+    has_written: bool = False
+
+
+class MooncakeWriter:
+    """An ``ArenaWriter`` over Mooncake. Every method may be called from any thread; none waits.
+
+    Args:
+        engines: of this process.
+        segment_name: of the daemon's engine.
+        epoch: the daemon's life.
+        base_ptr: where the daemon says that the arena starts.
+        size_bytes: of the arena.
+        in_flight_bytes_max: how much is under way at a time, of all tickets together; one write at least.
+        connect_timeout_s: how long a ticket waits for the first contact.
+        clock: seconds, monotonic.
+
+    Raises:
+        ExtraMissing, TransportError: there is no engine yet and it cannot be made.
+    """
+
+    def __init__(
+        self,
+        engines: MooncakeEngines,
+        segment_name: str,
+        epoch: str,
+        base_ptr: int,
+        size_bytes: int,
+        *,
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = engines
+        self._engine = engines.acquire(segment_name, epoch)
+        self._segment_name = segment_name
+        self._peer = (segment_name, epoch)
+        self._base_ptr = base_ptr
+        self._size_bytes = size_bytes
+        self._in_flight_bytes_max = in_flight_bytes_max
+        self._connect_timeout_s = connect_timeout_s
+        self._clock = clock
+        self._sources: list[tuple[int, int]] = []
+        self._tickets: dict[int, _Ticket] = {}
+        self._last_ticket = 0
+        self._opening: Opening | None = None
+        self._is_closed = False
+        self._is_released = False
+        self._lock = threading.RLock()
+
+    # --- the contract --------------------------------------------------------------------------
+
+    def register_source(self, address: int, size_bytes: int) -> None:
+        """Make memory of this process known. Writers of a process may share it; ``close`` takes it back.
+
+        Raises:
+            TransportError: it cannot be registered, or the writer is closed.
+        """
+        with self._lock:
+            self._check_open()
+            self._engines.register_source(address, size_bytes)
+            self._sources.append((address, size_bytes))
+
+    def submit(self, writes: Sequence[Write]) -> int:
+        """Begin the writes, in order and as room allows, and return a ticket.
+
+        Raises:
+            TransportError: a write is outside the arena or reads from memory that is not registered, too
+                many tickets are open, the writer is closed, or the peer rests (``PeerResting``). Nothing
+                began.
+        """
+        return self._submit(writes, None)
+
+    def submit_notification(self, write: Write, text: str) -> int:
+        """Begin a write that is followed by a text for the daemon, and return a ticket.
+
+        Submit it when what it announces is done: the peer takes it in no order with other tickets. A
+        ticket that is done says that the text was sent; one that failed does not say that it was not.
+
+        Raises:
+            TransportError: as ``submit``.
+        """
+        return self._submit([write], text)
+
+    def poll(self, ticket: int) -> Progress:
+        """Return how far a ticket has come, and begin what there is room for, of all tickets.
+
+        Raises:
+            TransportError: there is no such ticket, or its end was told already.
+        """
+        with self._lock:
+            found = self._ticket(ticket)
+            self._advance()
+            if found.flying or found.waiting:
+                return Progress(TicketState.RUNNING)
+            del self._tickets[ticket]
+            self._release_if_over()
+        if found.failure:
+            return Progress(TicketState.FAILED, found.is_drained, found.failure)
+        if found.is_cancelled:
+            return Progress(TicketState.CANCELLED, is_drained=True)
+        if found.has_written:
+            self._engines.backoff.succeeded(self._peer)
+        return Progress(TicketState.DONE, is_drained=True)
+
+    def cancel(self, ticket: int) -> None:
+        """Begin no further write of a ticket. If all have begun it has no effect.
+
+        Raises:
+            TransportError: there is no such ticket, or its end was told already.
+        """
+        with self._lock:
+            self._cancel(self._ticket(ticket))
+
+    def close(self) -> None:
+        """Cancel every ticket. Those that are open can still be polled. Twice is fine.
+
+        The sources are unregistered when no write is under way any more: until the tickets are final
+        their memory must stay.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for ticket in self._tickets.values():
+                self._cancel(ticket)
+            if not self._settle():
+                self._engines.keep(self._settle)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _submit(self, writes: Sequence[Write], text: str | None) -> int:
+        with self._lock:
+            self._check_open()
+            for write in writes:
+                self._check_write(write)
+            if len(self._tickets) >= TICKETS_MAX:
+                raise TransportError(f"{TICKETS_MAX} tickets are open: poll them until they are final")
+            begun_in_round = self._engines.backoff.begin(self._peer)
+            if self._opening is not None and self._opening.is_over:
+                self._opening = None  # Its failure is that of earlier tickets.
+            self._last_ticket += 1
+            self._tickets[self._last_ticket] = _Ticket(
+                deque(write for write in writes if write.size_bytes or text is not None),
+                begun_in_round,
+                self._clock() + self._connect_timeout_s,
+                text,
+            )
+            self._advance()
+            return self._last_ticket
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("the writer is closed")
+
+    def _check_write(self, write: Write) -> None:
+        start = write.target_ptr - self._base_ptr
+        if write.size_bytes < 0 or start < 0 or start + write.size_bytes > self._size_bytes:
+            raise TransportError(
+                f"a write of {write.size_bytes} bytes at {start} is outside an arena of "
+                f"{self._size_bytes} bytes"
+            )
+        if not self._engines.covers(write.source_address, write.size_bytes):
+            raise TransportError(f"a write reads from {write.source_address:#x}, which is not registered")
+
+    def _ticket(self, ticket: int) -> _Ticket:
+        found = self._tickets.get(ticket)
+        if found is None:
+            raise TransportError(f"no ticket {ticket}")
+        return found
+
+    def _cancel(self, ticket: _Ticket) -> None:
+        if ticket.waiting:
+            ticket.waiting.clear()
+            ticket.is_cancelled = True
+
+    def _advance(self) -> None:
+        """See which writes have ended, and begin what there is room for."""
+        for ticket in self._tickets.values():
+            if ticket.flying:
+                ticket.flying = [flight for flight in ticket.flying if not self._has_ended(ticket, flight)]
+        if any(ticket.waiting for ticket in self._tickets.values()) and self._is_reached():
+            self._begin()
+
+    def _has_ended(self, ticket: _Ticket, flight: _Flight) -> bool:
+        if isinstance(flight.began, _Notice):
+            state, detail = flight.began.state, flight.began.error
+        else:
+            state, detail = self._engine.check(flight.began), f"a write to {self._segment_name} failed"
+        if state is WriteState.RUNNING:
+            return False
+        if state is WriteState.FAILED:
+            ticket.is_drained = False
+            self._fail(ticket, f"{detail}; it may still land", may_retry_once=True)
+        return True
+
+    def _fail(self, ticket: _Ticket, detail: str, *, may_retry_once: bool) -> None:
+        ticket.waiting.clear()
+        if not ticket.failure:
+            ticket.failure = detail
+            self._engines.backoff.failed(self._peer, ticket.begun_in_round, may_retry_once=may_retry_once)
+
+    def _is_reached(self) -> bool:
+        """Return whether the segment is open; else see to it, and fail what has waited too long."""
+        if self._engine.is_open(self._segment_name):
+            return True
+        if self._opening is None:
+            self._opening = self._engines.open_soon(self._engine, self._segment_name, self._base_ptr)
+        error = self._opening.error if self._opening.is_over else ""
+        now_s = self._clock()
+        for ticket in self._tickets.values():
+            if not ticket.waiting:
+                continue
+            if error:
+                self._fail(ticket, error, may_retry_once=False)
+            elif now_s >= ticket.deadline_s:
+                self._fail(
+                    ticket,
+                    f"{self._segment_name} did not answer within {self._connect_timeout_s:g} s",
+                    may_retry_once=False,
+                )
+        return False
+
+    def _begin(self) -> None:
+        flying = [flight for ticket in self._tickets.values() for flight in ticket.flying]
+        flying_bytes = sum(flight.size_bytes for flight in flying)
+        flying_writes = len(flying)
+        notices = sum(isinstance(flight.began, _Notice) for flight in flying)
+        for ticket in self._tickets.values():
+            while ticket.waiting:
+                write = ticket.waiting[0]
+                if flying_bytes and flying_bytes + write.size_bytes > self._in_flight_bytes_max:
+                    return
+                if flying_writes >= IN_FLIGHT_WRITES_MAX or notices >= NOTIFICATIONS_MAX:
+                    return
+                ticket.waiting.popleft()
+                if ticket.text is not None:
+                    began: int | _Notice = _Notice(self._engine, self._segment_name, write, ticket.text)
+                    notices += 1
+                else:
+                    try:
+                        began = self._engine.submit(self._segment_name, write)
+                    except TransportError as error:
+                        self._fail(ticket, str(error), may_retry_once=True)
+                        break
+                ticket.has_written = True
+                ticket.flying.append(_Flight(write.size_bytes, began))
+                flying_bytes += write.size_bytes
+                flying_writes += 1
+
+    def _settle(self) -> bool:
+        """See which writes have ended after ``close``; return whether nothing is under way any more."""
+        with self._lock:
+            self._advance()
+            return self._release_if_over()
+
+    def _release_if_over(self) -> bool:
+        if not self._is_closed or any(ticket.flying for ticket in self._tickets.values()):
+            return False
+        if not self._is_released:
+            self._is_released = True
+            # A registration that stays is refused as an overlap when somebody wants it again: not silently.
+            for address, size_bytes in self._sources:
+                with contextlib.suppress(TransportError):
+                    self._engines.unregister_source(address, size_bytes)
+            with contextlib.suppress(TransportError):
+                self._engines.release(self._engine)
+        return True
