@@ -338,9 +338,13 @@ def abort(
 def drained(
     slab_handle: int, *, rank: int | None = None, epoch: str = "", timeout_s: float | None = None
 ) -> Call[AckRep]:
-    """Give drain proof for an attempt that has ended: no write of *rank* (None: any) can still land.
+    """Give drain proof: no write of *rank* (None: any) can still land.
+
+    For an attempt that has ended, or a rank that was committed with ``drained=False``.
 
     Raises:
+        WrongState: the rank is still being written.
+        WrongRank: the attempt has no shard for *rank*.
         StaleHandle: the attempt is not known, or belongs to another *epoch*.
     """
     return _as_is(DrainedReq(id=NO_ID, slab_handle=slab_handle, epoch=epoch, rank=rank), AckRep, timeout_s)

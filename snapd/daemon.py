@@ -52,7 +52,7 @@ _DRAIN_POLL_S: Final = 0.02
 _CLOSING_CHUNK: Final = 1_000
 _ACCEPT_BACKLOG: Final = 256
 # Among Mooncake's variables and metadata servers, what is nobody's business who asks for statistics.
-_SECRET_NAME: Final = re.compile("PASSWORD|SECRET|TOKEN|CREDENTIAL")
+_IS_SHOWN: Final = re.compile("(?!.*(PASSWORD|SECRET|TOKEN|CREDENTIAL))[A-Z0-9_]+")
 _PASSWORD_IN_URL: Final = re.compile("//[^/@]*@")
 
 
@@ -69,6 +69,21 @@ def run(config: Config) -> int:
 def settings_of(config: Config) -> Settings:
     """Return the core's part of the configuration."""
     return Settings(**{name: getattr(config, name) for name in Settings.__struct_fields__})
+
+
+def _machine(config: Config, arenas: dict[int, tuple[ArenaAccess, int]]) -> Machine:
+    return Machine(
+        settings_of(config),
+        {
+            rank: SlabAllocator(
+                arena.size_bytes,
+                alignment_bytes=config.alignment_bytes,
+                piece_bytes=config.register_piece_bytes,
+            )
+            for rank, (arena, _) in arenas.items()
+        },
+        alignment_bytes=config.alignment_bytes,
+    )
 
 
 class _Stop:
@@ -119,18 +134,7 @@ async def _serve(config: Config) -> int:
         arenas: dict[int, tuple[ArenaAccess, int]] = {}
         for arena in _open_arenas(config, memory):
             arenas[arena.rank] = (arena, offerer.register(arena))
-        machine = Machine(
-            settings_of(config),
-            {
-                rank: SlabAllocator(
-                    arena.size_bytes,
-                    alignment_bytes=config.alignment_bytes,
-                    piece_bytes=config.register_piece_bytes,
-                )
-                for rank, (arena, _) in arenas.items()
-            },
-            alignment_bytes=config.alignment_bytes,
-        )
+        machine = _machine(config, arenas)
         server = Server(
             config,
             loop,
@@ -351,11 +355,16 @@ def _mooncake_in_use(
             notifications_refused=notifications.counts.refused,
             notifications_ignored=notifications.counts.ignored,
             settings={
-                name: value for name, value in offerer.settings.items() if not _SECRET_NAME.search(name)
+                name: _utf8(value) for name, value in offerer.settings.items() if _IS_SHOWN.fullmatch(name)
             },
         )
 
     return statistics
+
+
+def _utf8(text: str) -> str:
+    """Return *text*; a variable of the environment may hold bytes that are no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _open_arenas(config: Config, stack: contextlib.ExitStack) -> Iterator[HostArena]:

@@ -20,7 +20,13 @@ VariableName = Annotated[
     ),
 ]
 Variable = Annotated[
-    str, Meta(max_length=4096, pattern=r"^[^\x00]*$", extra={"wanted": 'write text, such as "3"'})
+    str,
+    Meta(
+        # Neither an environment nor UTF-8 can hold the others.
+        max_length=4096,
+        pattern=r"^[^\x00\ud800-\udfff]*$",
+        extra={"wanted": 'write text, such as "3"'},
+    ),
 ]
 
 
@@ -37,6 +43,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     host: Annotated[
         str,
         Meta(
+            # No label may be empty or too long: resolving it would fail in another way than other names.
+            pattern=r"^(?!\.)(?!.*\.\.)(?!.*[^.]{64})[!-~]+(?!\n)$",
             min_length=1,
             max_length=255,
             description="Host name or address under which peers reach this process. Loopback unless set: "
@@ -48,6 +56,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         str,
         Meta(
             max_length=1024,
+            pattern=r"^[ -~]*(?!\n)$",
             description="RDMA devices to use, such as `mlx5_0,mlx5_1`; empty: Mooncake chooses.",
             extra={"wanted": 'write names with commas between them, such as "mlx5_0,mlx5_1"'},
         ),
@@ -57,6 +66,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Meta(
             min_length=1,
             max_length=1024,
+            pattern=r"^[!-~]+(?!\n)$",
             description="`P2PHANDSHAKE`: peers ask each other. Else Mooncake's metadata server, such as "
             "`http://10.0.0.1:8080/metadata` or `etcd://10.0.0.1:2379`. The same on both sides.",
             extra={"wanted": f'write "{PEER_HANDSHAKE}", or the address of Mooncake\'s metadata server'},

@@ -267,7 +267,7 @@ class AbortReq(HandleRequest, frozen=True, kw_only=True):
 
 
 class DrainedReq(HandleRequest, frozen=True, kw_only=True):
-    """Drain proof for an attempt that has ended."""
+    """Drain proof for an attempt that has ended, or for a rank that committed without it."""
 
     rank: int | None = None
 

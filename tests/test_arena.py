@@ -1,5 +1,6 @@
 """Host arenas: their size, their seals, and what a client may do with the file descriptor."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -63,6 +64,56 @@ def test_descriptors_are_not_inherited_and_outlive_the_arena() -> None:
         assert os.fstat(fd).st_size == SIZE_BYTES
         os.close(fd)
     arena.close()
+
+
+def test_it_is_mapped_into_this_process_once_and_shared_with_clients(arena: HostArena) -> None:
+    address = arena.map()
+    assert arena.map() == address
+    ctypes.memmove(address + SIZE_BYTES - 4, b"last", 4)
+    fd = arena.open_fd(writable=True)
+    with mmap.mmap(fd, SIZE_BYTES) as client:
+        assert client[SIZE_BYTES - 4 :] == b"last"
+        client[:5] = b"first"
+    os.close(fd)
+    assert ctypes.string_at(address, 5) == b"first"
+
+
+def mapping_of(address: int) -> dict[str, str] | None:
+    """What the kernel says of the mapping that starts at *address*; None: there is none."""
+    found = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in line.split()[0] and not name.isalpha():
+            found = {"": line} if line.startswith(f"{address:x}-") else found and {**found, "end": ""}
+        if found is not None and "end" not in found:
+            found[name] = value
+    return found
+
+
+def test_a_forked_child_does_not_have_the_mapping_and_close_unmaps_it() -> None:
+    with HostArena(3, SIZE_BYTES, hugepages="off", prefault=False) as arena:
+        address = arena.map()
+        mapping = mapping_of(address)
+        assert mapping is not None and "kv-snapd-arena-3" in mapping[""]
+        assert " rw-s " in mapping[""]
+        assert "dc" in mapping["VmFlags"].split()
+    assert mapping_of(address) is None
+
+
+def test_nothing_is_mapped_unless_asked_for(arena: HostArena) -> None:
+    assert "kv-snapd-arena-3" not in Path("/proc/self/maps").read_text()
+    arena.map()
+    assert "kv-snapd-arena-3" in Path("/proc/self/maps").read_text()
+
+
+def test_memory_that_cannot_be_mapped_is_a_clear_error(arena: HostArena) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MIB, hard))
+    try:
+        with pytest.raises(StartupError, match=r"arena 3: 2 MiB cannot be mapped .*ulimit -v"):
+            arena.map()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 4096, SIZE_BYTES + 4096])

@@ -476,6 +476,12 @@ def test_a_config_made_without_loading_can_be_checked(changes):
         msgspec.structs.replace(Config(), **changes).check()
 
 
+def test_a_table_made_without_loading_is_refused_by_its_key():
+    config = Config(mooncake=MooncakeConfig(notify_poll_ms=0, settings={}))
+    with pytest.raises(ConfigError, match=r"^config: mooncake\.notify_poll_ms = 0 is wrong"):
+        config.check()
+
+
 def test_a_config_is_frozen():
     with pytest.raises(AttributeError):
         Config().lease_ms = 5  # type: ignore[misc]
@@ -528,6 +534,14 @@ def test_mooncake_may_be_a_flag_that_is_typed_already():
         ('[mooncake]\nprotocol = "udp"', 'write "nvlink_intra" or "rdma" or "tcp"'),
         ('[mooncake]\nhost = ""', ": mooncake.host = '' is wrong"),
         ('[mooncake]\nhost = ""', 'write a host name or address, such as "10.0.0.7"'),
+        ('[mooncake]\nhost = "a b"', "write a host name or address"),
+        ('[mooncake]\nhost = "a\\u0000"', "write a host name or address"),
+        ('[mooncake]\nhost = "a\\n"', "write a host name or address"),
+        ('[mooncake]\nhost = "a..b"', "write a host name or address"),
+        ('[mooncake]\nhost = ".a"', "write a host name or address"),
+        (f'[mooncake]\nhost = "x.{"a" * 64}.y"', "write a host name or address"),
+        ('[mooncake]\nmetadata_server = "http://a\\u00e9"', "metadata server"),
+        ('[mooncake]\ndevices = "mlx5_0\\n"', "write names with commas between them"),
         ("[mooncake]\nnotify_poll_ms = 0", "write a whole number from 1 to 60000"),
         ("[mooncake]\nsettings = 5", "write a [mooncake.settings] table"),
         ("[mooncake.settings]\nMC_A = 5", ": mooncake.settings.MC_A = 5 is wrong"),
@@ -559,6 +573,19 @@ def test_a_host_that_means_every_address_is_refused(host):
     flags = {"transport": "mooncake", "mooncake.host": host}
     assert refused(overrides=flags).startswith(f"mooncake.host = {host!r} (command line) is no address")
     assert load_config(None, {}, flags | {"transport": "shm"}).mooncake.host == host
+
+
+@pytest.mark.parametrize(
+    "host", ["h", "node-7.example.com", "127.0.0.1", "fe80::1%eth0", f"{'a' * 63}.b", "a."]
+)
+def test_hosts_that_may_resolve_are_taken(host):
+    assert load_config(None, {"SNAPD_MOONCAKE_HOST": host}, {}).mooncake.host == host
+
+
+def test_what_is_no_utf8_is_refused_before_a_client_could_be_told():
+    for key in ("host", "metadata_server", "devices"):
+        assert "is wrong" in refused(env={f"SNAPD_MOONCAKE_{key.upper()}": "\udcff"})
+    assert "is wrong" in refused(overrides={"mooncake.settings.MC_A": "\udcff"})
 
 
 def test_nvlink_with_an_arena_on_the_host_is_refused_only_when_mooncake_is_used(toml):

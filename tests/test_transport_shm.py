@@ -59,7 +59,7 @@ def test_writes_land_where_they_are_sent_and_nowhere_else(arena: MappedArena, se
             Write(last.data_ptr(), SIZE_BYTES - 5, last.numel()),
         ]
     )
-    assert writer.poll(ticket) is TicketState.DONE
+    assert writer.poll(ticket).state is TicketState.DONE
     expected = bytearray(SIZE_BYTES)
     expected[256:1256] = of(first)
     expected[-5:] = of(last)
@@ -101,7 +101,7 @@ def test_a_write_outside_the_arena_is_refused_and_nothing_of_its_set_is_copied(
 def test_a_write_up_to_the_edge_is_taken(arena: MappedArena, target: int, size_bytes: int) -> None:
     data = source(SIZE_BYTES)
     writer = ShmWriter(arena)
-    assert writer.poll(writer.submit([Write(data.data_ptr(), target, size_bytes)])) is TicketState.DONE
+    assert writer.poll(writer.submit([Write(data.data_ptr(), target, size_bytes)])).state is TicketState.DONE
     assert bytes(arena.buffer[target : target + size_bytes]) == of(data[:size_bytes])
 
 
@@ -111,7 +111,7 @@ def test_the_end_of_a_ticket_is_told_once(arena: MappedArena) -> None:
     tickets = [writer.submit([Write(data.data_ptr(), 0, 8)]) for _ in range(3)]
     assert len(set(tickets)) == 3
     for ticket in reversed(tickets):
-        assert writer.poll(ticket) is TicketState.DONE
+        assert writer.poll(ticket).state is TicketState.DONE
         with pytest.raises(TransportError, match=f"no ticket {ticket}"):
             writer.poll(ticket)
     with pytest.raises(TransportError):

@@ -44,8 +44,9 @@ _TAIL: Final = """\
 An exact repeat of an earlier message gets its first answer again, except that a start is no leave to \
 write once the attempt has ended; anything else that asks for an answer is \
 told `stale-handle` when the attempt has ended, and `wrong-state` when it has not.
-One thing is heard all the same: while bytes of an ABORTED attempt lie in quarantine, drain proof (from the \
-writer, or by its exit) releases what may still be written, and a vote releases what its rank still read.
+One thing is heard all the same: while bytes of an attempt that has ended lie in quarantine, drain proof (from \
+the writer, or by its exit) releases what may still be written, a vote releases what its rank still read, and \
+what may be written and is read needs both.
 A drain proof for an attempt that has ended is always accepted.
 
 *Rejected* changes nothing either, and whoever asked is told the reason in the cell.
@@ -56,15 +57,16 @@ A message whose handle names no attempt of this epoch is told `stale-handle`.
 
 * READY is never evicted, expired, superseded or aborted under a lease.
   What came meanwhile is done when the last lease ends; until then no new lease is given.
-  Only a stop does not wait: what is still read is then kept until the lease's deadline.
+  Only a stop does not wait: what is still read is then kept until the lease's deadline, or longer if it \
+may still be written.
 * A lease that is over by its deadline is revoked: the vote that comes later is refused, and its reader must \
 not insert.
 * One "no", or one vote missing at the deadline, ends the round for all ranks.
   A "no" with `keep` leaves the attempt READY for another round, but for `checksum-mismatch`.
 * A new attempt for a session supersedes the one before: at once if that one is RESERVED or TRANSFERRING, \
 and when the new one becomes READY if that one is READY.
-* Bytes of an attempt that ends are freed at once where every write is final or drain proof came with the \
-message, and nobody reads; otherwise they go to quarantine.
+* Bytes of an attempt that ends are freed at once where no write can land any more (every one is final and \
+none had failed, or drain proof came) and nobody reads; otherwise they go to quarantine.
 """
 
 

@@ -4,11 +4,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from snapd.units import MIB, format_bytes, parse_size_bytes
+
+if TYPE_CHECKING:
+    from snapd.demo.stage import Transport
 
 EXIT_FAULT: Final = 1
 DECODERS_MAX: Final = 32
@@ -38,6 +41,7 @@ class _Size(click.ParamType[int]):
 Examples:
   snapd demo
   snapd demo --chaos --seed 7
+  snapd demo --transport mooncake
   snapd demo --total 8GiB --decoders 4
   snapd demo --trace requests.jsonl --json | jq .ok_rate
 
@@ -59,6 +63,13 @@ demo could not run; 2 wrong usage; 130 interrupted."""
     default=2,
     show_default=True,
     help="D processes.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(["shm", "mooncake"]),
+    default="shm",
+    show_default=True,
+    help="How bytes travel from D: shared memory, or Mooncake over TCP on loopback (an extra package).",
 )
 @click.option("--chaos", is_flag=True, help="Kill D processes in the middle of pushes, and more.")
 @click.option(
@@ -82,6 +93,7 @@ def demo(
     trace_path: Path | None,
     total: int,
     decoders: int,
+    transport: "Transport",
     chaos: bool,
     finalize_retries: int,
     speed: float | None,
@@ -95,6 +107,7 @@ def demo(
     that P ingested is compared with D byte for byte. Nothing but the printed directory is left behind.
     """
     import snapd.kv  # noqa: F401 - says what is missing, before anything is started
+    from snapd.demo.chaos import STRUCK_PUSHES
     from snapd.demo.logfacts import LogFacts
     from snapd.demo.orchestrator import run_demo
     from snapd.demo.plan import check_memory, make_plan
@@ -103,7 +116,15 @@ def demo(
     from snapd.demo.trace import default_trace_path, read_trace
 
     trace_path = trace_path or default_trace_path()
-    plan = make_plan(read_trace(trace_path), total_bytes=total, decoders=decoders, speed=speed)
+    # Over TCP the end of a D proves nothing, so what it was writing stays in quarantine for its time.
+    quarantined = STRUCK_PUSHES if chaos and transport == "mooncake" else 0
+    plan = make_plan(
+        read_trace(trace_path),
+        total_bytes=total,
+        decoders=decoders,
+        speed=speed,
+        quarantined_snapshots=quarantined,
+    )
     check_memory(plan, decoders)
     faults = set(os.environ.get(FAULT_VARIABLE, "").split(","))
     options = Options(
@@ -111,6 +132,7 @@ def demo(
         out_dir=_out_dir(out),
         total_bytes=total,
         decoders=decoders,
+        transport=transport,
         finalize_retries=finalize_retries,
         chaos=chaos,
         seed=seed,

@@ -14,6 +14,10 @@ from snapd.demo.workers import Worker
 from snapd.errors import SnapdError
 
 KILLS: Final = 3
+ABORTS: Final = 1
+STALLS: Final = 1
+# Pushes that are ended in the middle.
+STRUCK_PUSHES: Final = KILLS + ABORTS
 PACE_MS: Final = 3
 TURNS_A_FLOOD: Final = 36
 # How far a push is when it is struck.
@@ -73,10 +77,10 @@ class Chaos:
         # Not the last ones: what happens afterwards is to be seen.
         every.sort(key=lambda turn: _arrival_s(plan, turn))
         early = every[: max(1, len(every) * 3 // 4)]
-        struck = rng.sample(early, min(KILLS + 2, len(early)))
+        struck = rng.sample(early, min(KILLS + ABORTS + STALLS, len(early)))
         self._kills = set(struck[:KILLS])
-        self._aborts = set(struck[KILLS : KILLS + 1])
-        self.stalls = set(struck[KILLS + 1 :])
+        self._aborts = set(struck[KILLS : KILLS + ABORTS])
+        self.stalls = set(struck[KILLS + ABORTS :])
 
     def pace_ms(self, turn: TurnKey) -> int:
         """Return how slow a turn's first push is to be: one that is struck must last for a while."""

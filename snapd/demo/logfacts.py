@@ -44,6 +44,7 @@ class LogFacts:
 
     Attributes:
         attempts: by slab_handle.
+        transport: how bytes came to the daemon.
         outcomes: every outcome, of attempts and of refusals.
         leases_expired: leases that ended because their rank did not vote in time.
         faults: what is wrong with the log, or with what it tells; each a sentence.
@@ -51,10 +52,12 @@ class LogFacts:
 
     def __init__(self, path: Path) -> None:
         self.attempts: dict[int, AttemptFacts] = {}
+        self.transport = ""
         self.outcomes: list[r.SyncOutcome] = []
         self.leases_expired = 0
         self.faults: list[str] = []
         self._refused = 0
+        self._until_ns: dict[tuple[int, int], int] = {}
         self._held_bytes: Counter[tuple[int, int]] = Counter()
         self._spent_ms: defaultdict[str, list[float]] = defaultdict(list)
         for number, raw in enumerate(path.read_bytes().splitlines(), 1):
@@ -90,6 +93,11 @@ class LogFacts:
         return len(self.outcomes) - len(self.ingested) - self._refused
 
     @property
+    def quarantined_bytes(self) -> int:
+        """Bytes that were in quarantine at some time, of all ranks."""
+        return sum(attempt.quarantined_bytes for attempt in self.attempts.values())
+
+    @property
     def ok_rate(self) -> float:
         """Share of outcomes that are ok; 0 without any."""
         return len(self.ingested) / len(self.outcomes) if self.outcomes else 0.0
@@ -107,6 +115,8 @@ class LogFacts:
 
     def _take(self, record: r.Record) -> None:
         match record:
+            case r.DaemonStarted():
+                self.transport = record.transport
             case r.SessionTransition(from_state=""):
                 self.attempts[record.slab_handle] = AttemptFacts(record.session_id)
             case r.SessionTransition():
@@ -120,10 +130,14 @@ class LogFacts:
                 self._held_bytes[record.slab_handle, record.rank] += _extent_bytes(record)
             case r.SlabQuarantined():
                 self._attempt(record).quarantined_bytes += _extent_bytes(record)
+                self._until_ns[record.slab_handle, record.rank] = record.until_ns
             case r.SlabReleased():
                 attempt = self._attempt(record)
                 attempt.released_bytes += _extent_bytes(record)
                 attempt.released_why.add(record.why)
+                is_early = record.at_ns < self._until_ns.get((record.slab_handle, record.rank), 0)
+                if record.why == "time" and is_early:
+                    self.faults.append(f"attempt {record.slab_handle} left the quarantine before its time")
                 self._held_bytes[record.slab_handle, record.rank] -= _extent_bytes(record)
             case r.LeaseEnded(reason=Reason.LEASE_EXPIRED):
                 self.leases_expired += 1

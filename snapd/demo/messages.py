@@ -49,6 +49,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         prefill_slots: slots of it.
         verify: compare checksums; off shows what the byte comparison finds without them.
         flip_push: this push of D 0, counted from 1, has a byte changed in the arena afterwards; 0: none.
+        piece_bytes: the longest write, where the arena cannot be mapped.
     """
 
     role: str
@@ -62,6 +63,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     prefill_slots: int = 0
     verify: bool = True
     flip_push: int = 0
+    piece_bytes: int = MIB
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -193,6 +195,8 @@ class PushEnded(_Message, frozen=True, kw_only=True):
 
     Attributes:
         refusals: prepares that were refused before.
+        retried_pieces: writes that failed and were repeated.
+        drained: no write can still land.
     """
 
     ok: bool
@@ -203,6 +207,8 @@ class PushEnded(_Message, frozen=True, kw_only=True):
     num_tokens: int = 0
     num_bytes: int = 0
     refusals: int = 0
+    retried_pieces: int = 0
+    drained: bool = True
 
 
 class Finalized(_Message, frozen=True, kw_only=True):

@@ -19,12 +19,14 @@ from snapd.demo.memory import create_pool_memory
 from snapd.demo.plan import RANKS, Plan
 from snapd.demo.result import Result, cross_check, make_result
 from snapd.demo.session import SessionRun
-from snapd.demo.stage import Options, Seat, Stage
+from snapd.demo.stage import Options, Seat, Stage, Transport
 from snapd.demo.workers import Daemon, DemoError, Worker
+from snapd.mooncakeconfig import LOOPBACK
 from snapd.units import MS_PER_S
 from snapd.wire import StatsRep
 
 LEASE_MS: Final = 3_000
+# On loopback a write that was under way lands, if at all, within milliseconds.
 QUARANTINE_MS: Final = 1_500
 RESERVE_TIMEOUT_MS: Final = 5_000
 TRANSFER_TIMEOUT_MS: Final = 10_000
@@ -68,7 +70,7 @@ async def _run(options: Options, plan: Plan, on_stage: OnStage, on_tick: OnTick)
     async with contextlib.AsyncExitStack() as stack:
         socket_path = stack.enter_context(_socket_path())
         config_path = options.out_dir / "snapd.toml"
-        config_path.write_text(_config(plan, socket_path, log_path))
+        config_path.write_text(_config(plan, socket_path, log_path, options.transport))
         daemon = await Daemon.start(config_path, socket_path, options.out_dir / "daemon.txt")
         stack.push_async_callback(daemon.stop)
         seats, ranks = _workers(options, plan, socket_path, stack)
@@ -179,6 +181,7 @@ def _workers(
             decoder_fds=fds,
             decoder_slots=plan.decoder_slots,
             flip_push=options.flip_push,
+            piece_bytes=plan.piece_bytes,
         )
         worker = Worker(f"D {index}", setup, options.out_dir / f"decoder-{index}.txt")
         seats.append(Seat(index, worker, plan.decoder_slots))
@@ -200,10 +203,11 @@ def _workers(
     return seats, ranks
 
 
-def _config(plan: Plan, socket_path: str, log_path: Path) -> str:
+def _config(plan: Plan, socket_path: str, log_path: Path, transport: Transport) -> str:
     """Return the daemon's configuration: the demo must end soon, so its times are short."""
     lines = [
         f"socket_path = {_toml(socket_path)}",
+        f"transport = {_toml(transport)}",
         f"log_path = {_toml(str(log_path))}",
         "log_rotate_bytes = 0",
         f"lease_ms = {LEASE_MS}",
@@ -212,6 +216,8 @@ def _config(plan: Plan, socket_path: str, log_path: Path) -> str:
         f"transfer_timeout_ms = {TRANSFER_TIMEOUT_MS}",
         f"ready_ttl_ms = {READY_TTL_MS}",
     ]
+    if transport == "mooncake":
+        lines += ["", "[mooncake]", f"host = {_toml(LOOPBACK)}", 'protocol = "tcp"']
     for rank in range(RANKS):
         lines += ["", "[[arena]]", f"rank = {rank}", f"size_bytes = {plan.arena_bytes}"]
     return "\n".join(lines) + "\n"

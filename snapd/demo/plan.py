@@ -43,6 +43,11 @@ ARENA_SHARE: Final = 1.05
 WINDOW_S_PER_GIB: Final = 6.0
 WINDOW_S_MIN: Final = 2.0
 WINDOW_S_MAX: Final = 600.0
+# Over a transport that does not map the arena: several pieces a shard, so that one is gathered while others
+# travel.
+PIECES_A_SHARD: Final = 8
+PIECE_BYTES_MIN: Final = MIB // 16
+PIECE_BYTES_MAX: Final = 4 * MIB
 # torch and the interpreter, in a worker.
 PROCESS_BYTES: Final = 260 * MIB
 
@@ -116,6 +121,12 @@ class Plan(msgspec.Struct, frozen=True):
         """Bytes of all ranks when every turn's new tokens are sent once."""
         return sum(session.end_tokens for session in self.sessions) * TOKEN_BYTES * RANKS
 
+    @property
+    def piece_bytes(self) -> int:
+        """The longest write of a push that goes in pieces."""
+        shard_bytes = self.payload_bytes // RANKS // self.num_turns
+        return min(max(align_up(shard_bytes // PIECES_A_SHARD, MIB // 16), PIECE_BYTES_MIN), PIECE_BYTES_MAX)
+
     def memory_bytes(self, decoders: int) -> int:
         """Return about how much memory the demo takes."""
         slots = (decoders * self.decoder_slots + self.prefill_slots) * RANKS
@@ -123,7 +134,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(
-    requests: list[Request], *, total_bytes: int, decoders: int, speed: float | None = None
+    requests: list[Request],
+    *,
+    total_bytes: int,
+    decoders: int,
+    speed: float | None = None,
+    quarantined_snapshots: int = 0,
 ) -> Plan:
     """Return the plan for a trace.
 
@@ -132,6 +148,8 @@ def make_plan(
         total_bytes: payload to move at least, over all ranks.
         decoders: D processes.
         speed: as in ``Plan``; None: so that the play takes a time that suits *total_bytes*.
+        quarantined_snapshots: how many of any length may be in quarantine at one time, and nobody has to
+            wait for it.
     """
     chains = chain_sessions(requests)
     chosen = _choose(chains)
@@ -167,7 +185,8 @@ def make_plan(
                 for turn, tokens in zip(chain, end, strict=True)
             )
             sessions.append(SessionPlan(index, f"agent-{index:03d}", turns))
-    arena_bytes = align_up(int(running_slots * TOKEN_BYTES * ARENA_SHARE), MIB)
+    arena_slots = int(running_slots * ARENA_SHARE) + quarantined_snapshots * longest_tokens
+    arena_bytes = align_up(arena_slots * TOKEN_BYTES, MIB)
     return Plan(
         sessions=tuple(sorted(sessions, key=lambda session: session.turns[0].arrives_s)),
         requests_in_trace=len(requests),

@@ -18,11 +18,13 @@ from snapd.units import format_bytes, format_ms
 PLAIN_EVERY_S: Final = 2.0
 FAULTS_SHOWN: Final = 10
 _BAR_CELLS: Final = 24
+_TRANSPORTS: Final = {"shm": "shm", "mooncake": "mooncake (tcp, loopback)"}
 
 
 def show_plan(console: Console, options: Options, plan: Plan) -> None:
     """Say what will be played, and what was done to the trace to make it fit."""
-    head = f"snapd demo: 1 daemon, {options.decoders} D processes, {RANKS} P ranks, seed {options.seed}"
+    head = f"snapd demo: 1 daemon, {options.decoders} D processes, {RANKS} P ranks"
+    head += f", over {_TRANSPORTS[options.transport]}, seed {options.seed}"
     _say(console, head + (", chaos" if options.chaos else ""), style="bold")
     times = f" (some of them {plan.rounds} times over)" if plan.rounds > 1 else ""
     _say(
@@ -155,6 +157,12 @@ def show_result(console: Console, result: Result, facts: LogFacts) -> None:
         f"P had no slots for {result.alloc_failed} attempts when it finalized ({result.alloc_failures} "
         f"tries), and evicted {result.tree_evicted} sessions from its trees; {result.given_up} turns were "
         f"given up, {result.pushes_again} pushed again, {result.leases_expired} leases ran out",
+    )
+    _say(
+        console,
+        f"over {result.transport}: {result.retried_pieces} pieces were written again, "
+        f"{result.undrained_commits} commits came without drain proof, "
+        f"{format_bytes(result.quarantined_bytes)} went through quarantine",
     )
     _show_incidents(console, result, facts)
     compared = f"{format_bytes(result.compared_bytes)} compared with D byte for byte: "

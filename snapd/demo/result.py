@@ -14,6 +14,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The closing summary; ``--json`` prints it as it is.
 
     Attributes:
+        transport: how bytes travelled from D to the daemon.
         sessions: sessions that were played.
         turns: turns of them.
         attempts: attempts that got a grant.
@@ -29,6 +30,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         leases_expired: leases that ended because their rank did not vote in time.
         given_up: turns whose snapshot P did not get; the next turn's push brings the tokens along.
         pushes_again: pushes of a turn after its first.
+        retried_pieces: writes that failed and were repeated.
+        undrained_commits: commits without drain proof: a write that failed before may still have landed.
+        quarantined_bytes: bytes that nobody could reuse for a while, because a write might still have landed
+            or somebody might still have read; all ranks.
         tree_evicted: sessions that P's own work evicted from a tree.
         kills: D processes that were killed.
         incidents: what was done on purpose, and to which attempts.
@@ -41,6 +46,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         log: the event log.
     """
 
+    transport: str
     sessions: int
     turns: int
     attempts: int
@@ -58,6 +64,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     leases_expired: int
     given_up: int
     pushes_again: int
+    retried_pieces: int
+    undrained_commits: int
+    quarantined_bytes: int
     tree_evicted: int
     kills: int
     incidents: tuple[Incident, ...]
@@ -96,7 +105,7 @@ def cross_check(
             parts_bytes == arena.capacity_bytes,
             f"arena {arena.rank}: free + live + quarantined is no capacity",
         )
-        leaked_bytes = arena.capacity_bytes - arena.free_bytes
+        leaked_bytes = arena.capacity_bytes - arena.free_bytes - arena.quarantined_bytes
         check(leaked_bytes == 0, f"arena {arena.rank}: {leaked_bytes} bytes leaked")
     check(stats.log.dropped == 0, f"the log lacks {stats.log.dropped} lines")
     ingested = {outcome.slab_handle: outcome.bytes for outcome in facts.ingested}
@@ -143,6 +152,7 @@ def make_result(
     num_bytes = sum(outcome.bytes for outcome in facts.ingested)
     transferring_s = sum(outcome.transferring_ms for outcome in facts.ingested) / 1e3
     return Result(
+        transport=facts.transport,
         sessions=len(plan.sessions),
         turns=plan.num_turns,
         attempts=len(facts.attempts),
@@ -160,6 +170,9 @@ def make_result(
         leases_expired=facts.leases_expired,
         given_up=tally.given_up,
         pushes_again=tally.pushes_again,
+        retried_pieces=tally.retried_pieces,
+        undrained_commits=tally.undrained_commits,
+        quarantined_bytes=facts.quarantined_bytes,
         tree_evicted=sum(tree.evicted for tree in trees),
         kills=tally.kills,
         incidents=tuple(incidents),

@@ -8,7 +8,7 @@ from snapd.demo import messages as m
 from snapd.demo.chaos import Chaos, TurnKey, abort_attempt
 from snapd.demo.plan import SessionPlan, Turn
 from snapd.demo.stage import FINALIZE_WAIT_MS, Seat, Stage
-from snapd.demo.workers import Worker, WorkerGone
+from snapd.demo.workers import DemoError, Worker, WorkerGone
 from snapd.errors import Reason
 from snapd.units import MS_PER_S
 from snapd.wire import SnapshotFinalizeIngestReqInput
@@ -127,7 +127,12 @@ class SessionRun:
                 continue
             if ended.slab_handle:
                 stage.tally.handles.add(ended.slab_handle)
+            elif ended.reason is Reason.TRANSFER_FAILED:
+                # The daemon did not refuse: this D cannot reach it, or cannot write to it.
+                raise DemoError(f"{seat.worker.name} cannot push: {ended.detail}")
+            stage.tally.retried_pieces += ended.retried_pieces
             if ended.ok:
+                stage.tally.undrained_commits += not ended.drained
                 stage.tally.pushed_bytes += ended.num_bytes
                 self._ready_handle, self._ready_tokens = ended.slab_handle, end_tokens
                 return

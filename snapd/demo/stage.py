@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -15,6 +15,8 @@ from snapd.units import ceil_div
 FINALIZE_RETRIES: Final = 200
 FINALIZE_WAIT_MS: Final = 40
 
+Transport = Literal["shm", "mooncake"]
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What the user chose.
@@ -23,6 +25,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         trace_path: requests.
         total_bytes: payload to move at least, over all ranks.
         decoders: D processes.
+        transport: how bytes travel from D to the daemon.
         finalize_retries: how often a rank tries again when it gets no slots; 0: give up at once.
         chaos: kill D processes in the middle of pushes, and more.
         seed: of everything that is random.
@@ -35,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     out_dir: Path
     total_bytes: int
     decoders: int = 2
+    transport: Transport = "shm"
     finalize_retries: int = FINALIZE_RETRIES
     chaos: bool = False
     seed: int = 1
@@ -51,6 +55,8 @@ class Tally(msgspec.Struct):
         sessions_done: sessions that are over.
         pushed_bytes: payload that D has committed.
         pushes_again: pushes of a turn after its first.
+        retried_pieces: writes that failed and were repeated.
+        undrained_commits: commits that came without drain proof, because a write before had failed.
         handles: attempts that D was granted.
         ingested: attempts that both ranks inserted, by handle, with the bytes of all ranks.
         compared_bytes: compared between P and D.
@@ -66,6 +72,8 @@ class Tally(msgspec.Struct):
     sessions_done: int = 0
     pushed_bytes: int = 0
     pushes_again: int = 0
+    retried_pieces: int = 0
+    undrained_commits: int = 0
     handles: set[int] = msgspec.field(default_factory=set)
     ingested: dict[int, int] = msgspec.field(default_factory=dict)
     compared_bytes: int = 0

@@ -23,6 +23,7 @@ START_S: Final = 60.0
 STOP_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 _LAST_LINES: Final = 12
+_ERROR_PREFIX: Final = "snapd: "
 
 _AnswerT = TypeVar("_AnswerT", bound=m.FromWorker)
 
@@ -61,6 +62,13 @@ async def _spawn(
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+
+
+def error_of(path: Path) -> str:
+    """Return the one line with which a command of snapd has failed; else the end of its messages."""
+    said = last_lines(path)
+    lines = [line for line in said.splitlines() if line.startswith(_ERROR_PREFIX)]
+    return lines[-1].removeprefix(_ERROR_PREFIX) if lines else f"\n{said}"
 
 
 def last_lines(path: Path) -> str:
@@ -117,7 +125,7 @@ class Daemon:
                 await daemon.stop()
                 raise
             await daemon.stop()
-            raise DemoError(f"the daemon did not start:\n{last_lines(messages_path)}")
+            raise DemoError(f"the daemon did not start: {error_of(messages_path)}")
 
     async def stop(self) -> int:
         """End it in order, and return its exit status."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeVar
@@ -128,6 +129,7 @@ class _Child:
         self.name = name
         self.doing = "starting"
         self._unread = b""
+        self._said: deque[m.FromChild] = deque()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``end``
         self._process = subprocess.Popen(  # noqa: S603 - this program's own module
             [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), msgspec.json.encode(task).decode()],
@@ -151,20 +153,31 @@ class _Child:
             self._stdin.write(line)
             self._stdin.flush()
 
-    def read(self) -> list[m.FromChild]:
-        """Return what it said; call when there is something to read.
+    def read(self) -> None:
+        """Take in what it says; call when there is something to read.
 
         Raises:
-            SelfTestFailed: it is gone, or what it said is no message.
+            SelfTestFailed: it is gone, cannot go on, or what it said is no message.
         """
         data = os.read(self.fileno(), _READ_BYTES)
         if not data:
             raise SelfTestFailed(self._gone())
         *lines, self._unread = (self._unread + data).split(b"\n")
-        try:
-            return [_from_child.decode(line) for line in lines]
-        except msgspec.MsgspecError as error:
-            raise SelfTestFailed(f"{self.name} said what is no message ({error})") from None
+        for line in lines:
+            try:
+                message = _from_child.decode(line)
+            except msgspec.MsgspecError as error:
+                raise SelfTestFailed(f"{self.name} said what is no message ({error})") from None
+            if isinstance(message, m.Failed):
+                raise SelfTestFailed(f"{self.name}, {self.doing}: {message.detail}")
+            if isinstance(message, m.Stage):
+                self.doing = message.doing
+            else:
+                self._said.append(message)
+
+    def answer(self) -> m.FromChild | None:
+        """Return the oldest answer that nobody has taken yet."""
+        return self._said.popleft() if self._said else None
 
     def _gone(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -223,21 +236,16 @@ class _Children:
         Raises:
             SelfTestFailed: a child failed, died, or the time is over.
         """
-        while True:
+        while (answer := wanted.answer()) is None:
             left_s = self._deadline_s - time.monotonic()
             ready = _readable(self._all, left_s) if left_s > 0 else []
             if not ready:
                 raise SelfTestFailed(self._too_late())
             for child in ready:
-                for message in child.read():
-                    if isinstance(message, m.Stage):
-                        child.doing = message.doing
-                    elif isinstance(message, m.Failed):
-                        raise SelfTestFailed(f"{child.name}, {child.doing}: {message.detail}")
-                    elif child is wanted and isinstance(message, kind):
-                        return message
-                    else:
-                        raise SelfTestFailed(f"{child.name} said {type(message).__name__} out of turn")
+                child.read()
+        if not isinstance(answer, kind):
+            raise SelfTestFailed(f"{wanted.name} said {type(answer).__name__} out of turn")
+        return answer
 
     def _too_late(self) -> str:
         doing = "; ".join(f"{child.name} was {child.doing}{child.last_words()}" for child in self._all)

@@ -132,7 +132,7 @@ class Flights:
         return flight
 
     def notify(self, writer: RankWriter, piece: Piece, text: str) -> Flight:
-        """Write the first bytes of a piece once more, with a text behind; errors as ``ArenaWriter.submit``."""
+        """Write a piece's first bytes again, with a text behind them; errors as ``ArenaWriter.submit``."""
         write = Write(
             piece.write.source_address, piece.write.target_ptr, min(piece.write.size_bytes, NOTICE_BYTES)
         )
@@ -172,6 +172,8 @@ class Flights:
         flights = list(flights)
         for flight in flights:
             flight.cancel()
+        # Only now: a poll begins what there is room for.
+        for flight in flights:
             flight.poll()
         self._flying = [flight for flight in self._flying if flight not in flights]
         lingering = _Lingering(grant, rank, flights, is_drained=is_drained, now_s=self._clock())

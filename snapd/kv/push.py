@@ -17,41 +17,31 @@ import torch
 
 from snapd.calls import Grant
 from snapd.client import Client
-from snapd.core.slab import Extent
 from snapd.errors import (
-    InvalidRequest,
+    ConnectionProblem,
+    ExtraMissing,
     LayoutMismatch,
     Reason,
     RequestError,
-    SnapdError,
-    StaleHandle,
     TransportError,
 )
-from snapd.kv.checksum import PlaneChecksum, plane_checksum
-from snapd.kv.control import Attempts, ClientControl, PrepareRequest, PushControl
+from snapd.kv.checksum import PlaneChecksum
+from snapd.kv.control import Attempts, ClientControl, NotifyControl, PrepareRequest, PushControl
 from snapd.kv.flights import Flights
+from snapd.kv.mappedjob import MappedJob, MappedPlanesJob
 from snapd.kv.pool import KVPool
-from snapd.kv.pushjob import (
-    GrantedJob,
-    MappedJob,
-    PushJob,
-    PushResult,
-    RefusedJob,
-    commit_now,
-    ended_early,
-    refused,
-)
+from snapd.kv.pushjob import PushJob, PushResult, RefusedJob, refused
 from snapd.kv.slabs import Slabs
-from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource
+from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource, check_piece_bytes
 from snapd.kv.stagedjob import SourceFor, StagedJob
 from snapd.kv.staging import StagingRing
 from snapd.kv.writers import WriterFor, Writers, mooncake_writers
-from snapd.layout import Namespace, fingerprint, page_keys, snapshot_bytes, token_digest
+from snapd.layout import Namespace, fingerprint, page_keys, token_digest
 from snapd.mooncakeconfig import MooncakeConfig
-from snapd.transport.base import TicketState, Write
-from snapd.transport.shm import ShmWriter
-from snapd.units import MIB, MS_PER_S
+from snapd.units import MIB
 from snapd.wire import HelloRep, RankGrant, SessionEnded
+
+__all__ = ["NotifyControl", "PushJob", "PushResult", "PushSettings", "Pusher"]
 
 STEP_BYTES: Final = 64 * MIB
 
@@ -286,12 +276,14 @@ class Pusher:
 
         Raises:
             PeerResting: the transport failed a moment ago.
+            InvalidRequest: the pieces are too short for this layout.
             TransportError, ExtraMissing: it cannot be used.
             ConnectionProblem: the daemon cannot be asked.
         """
         self.poll()
         hello = self.control.hello()
         if self._is_staged(hello):
+            check_piece_bytes(self.layout.plane_stride_bytes, self.settings.piece_bytes)
             self._writers.check_peers(hello, self.pools)
         elif self._slabs is None:
             raise TransportError(f"transport {hello.transport}: a control connection is needed")

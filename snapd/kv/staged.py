@@ -9,10 +9,11 @@ Source: design, sections 4, 7 and 8.
 
 import abc
 import bisect
+import ctypes
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -166,8 +167,12 @@ class StagedSource(Protocol):
         """
         ...
 
-    def step(self, max_bytes: int) -> StagedPiece | None:
+    def step(self, max_bytes: int, moved_bytes: int = 0) -> StagedPiece | None:
         """Move some bytes into the buffer, as ``CopyJob.step``; return the piece when it is filled.
+
+        Args:
+            max_bytes: how many.
+            moved_bytes: how many of them were moved before; if some were, none has to be moved now.
 
         Raises:
             InvalidRequest: no piece is being filled.
@@ -212,11 +217,11 @@ class _Pieces(abc.ABC):
         self._parts = self._parts_of(plan, buffer)
         self._next_part = next(self._parts)
 
-    def step(self, max_bytes: int) -> StagedPiece | None:
+    def step(self, max_bytes: int, moved_bytes: int = 0) -> StagedPiece | None:
         """Move some bytes; see ``StagedSource``."""
         if self._buffer is None:
             raise InvalidRequest("no piece is being filled")
-        step_bytes = 0
+        step_bytes = moved_bytes
         with torch.inference_mode():
             while self._next_part is not None:
                 plane_index, piece, part = self._next_part
@@ -274,6 +279,7 @@ class StagedGatherJob(_Pieces, Gathers):
         extents: Sequence[Extent],
         piece_bytes: int,
     ) -> None:
+        check_piece_bytes((place.stride_bytes for place in pool.planes), piece_bytes)
         super().__init__(pool, slots, checksum=True)
         sizes = [slots.numel() * place.stride_bytes for place in pool.planes]
         granules = [
@@ -305,12 +311,21 @@ def _granule_tokens(stride_bytes: int, page_size_tokens: int, piece_bytes: int) 
     """Return of how many tokens a plane's part in a piece is a multiple: pages, if they are short enough."""
     word_tokens = CUT_BYTES // math.gcd(CUT_BYTES, stride_bytes)
     page_tokens = math.lcm(page_size_tokens, word_tokens)
-    for tokens in (page_tokens, word_tokens):
-        if tokens * stride_bytes <= piece_bytes:
-            return tokens
-    raise InvalidRequest(
-        f"piece_bytes is {piece_bytes}; rows of {stride_bytes} bytes want {word_tokens * stride_bytes}"
-    )
+    return page_tokens if page_tokens * stride_bytes <= piece_bytes else word_tokens
+
+
+def check_piece_bytes(plane_stride_bytes: Iterable[int], piece_bytes: int) -> None:
+    """Check that a piece can hold the least part of each plane.
+
+    Raises:
+        InvalidRequest: it cannot; says what is wanted.
+    """
+    for stride_bytes in plane_stride_bytes:
+        least_bytes = math.lcm(CUT_BYTES, stride_bytes)
+        if least_bytes > piece_bytes:
+            raise InvalidRequest(
+                f"piece_bytes is {piece_bytes}; rows of {stride_bytes} bytes want {least_bytes} at least"
+            )
 
 
 class StagedCopyJob(_Pieces):
@@ -345,7 +360,9 @@ class StagedCopyJob(_Pieces):
         sizes = [plane.numel() for plane in planes]
         self.bytes_total = sum(sizes)
         self.bytes_done = 0
-        self._lay_out(sizes, _plan(sizes, [CUT_BYTES] * len(sizes), plane_offsets_bytes, extents, piece_bytes))
+        self._lay_out(
+            sizes, _plan(sizes, [CUT_BYTES] * len(sizes), plane_offsets_bytes, extents, piece_bytes)
+        )
 
     @property
     def checksums(self) -> tuple[PlaneChecksum, ...]:
@@ -366,7 +383,9 @@ class StagedCopyJob(_Pieces):
                 yield section.plane_index, Piece(start, stop, True), buffer[at : at + stop - start]
 
     def _fill_part(self, plane_index: int, piece: Piece, part: torch.Tensor) -> None:
-        part.copy_(self._planes[plane_index][piece.start : piece.stop])
+        # Not torch's copy: its threads would compete with those of the transport.
+        source_address = self._planes[plane_index].data_ptr() + piece.start
+        ctypes.memmove(part.data_ptr(), source_address, part.numel())
         if self._sums:
             self._sums[plane_index].add(part, piece.start // WORD_BYTES)
         self.bytes_done += part.numel()

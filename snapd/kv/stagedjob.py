@@ -261,23 +261,24 @@ class StagedJob(GrantedJob):
 
     def _gather_some(self, max_bytes: int) -> None:
         moved_bytes = 0
-        started_s = time.monotonic()
         for shard in self._shards:
-            while not shard.is_gathered and moved_bytes < max(max_bytes, 1):
+            while not shard.is_gathered:
                 # A piece that waits is ahead enough.
                 if any(other.ready for other in self._shards) or not self._begin_piece(shard):
                     return
-                moved_bytes += self._fill(shard, max_bytes - moved_bytes)
-                self._has_moved = True
-                self._gather_s += time.monotonic() - started_s
-                self._write_ready()
                 started_s = time.monotonic()
+                moved_bytes += self._fill(shard, max_bytes, moved_bytes)
+                self._gather_s += time.monotonic() - started_s
+                self._has_moved = True
+                self._write_ready()
+                if shard.buffer is not None or moved_bytes >= max_bytes:
+                    return
 
     def _begin_piece(self, shard: _Shard) -> bool:
         """Have a buffer that is being filled; return whether there is one."""
         if shard.source is None:
-            shard.writer = self._writers.writer(self._hello, shard.grant.rank)
             shard.source = self._make_source(shard.grant)
+            shard.writer = self._writers.writer(self._hello, shard.grant.rank)
         if shard.buffer is None:
             shard.buffer = self._ring.take()
             if shard.buffer is None:
@@ -292,11 +293,11 @@ class StagedJob(GrantedJob):
             raise InvalidRequest(f"rank {grant.rank}: the planes are not those of the layout")
         return source
 
-    def _fill(self, shard: _Shard, max_bytes: int) -> int:
-        """Gather into the buffer; return how many bytes."""
+    def _fill(self, shard: _Shard, max_bytes: int, moved_bytes: int) -> int:
+        """Gather into the buffer, up to *max_bytes* with those before; return how many bytes."""
         assert shard.source is not None and shard.buffer is not None
         before_bytes = shard.source.bytes_done
-        staged = shard.source.step(max_bytes)
+        staged = shard.source.step(max_bytes, moved_bytes)
         if staged is not None:
             target_ptr = shard.grant.snapshot_buf_base_ptr + staged.offset_bytes
             write = Write(shard.buffer.address, target_ptr, staged.size_bytes)

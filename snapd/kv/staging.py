@@ -56,7 +56,7 @@ class StagingRing:
     """
 
     def __init__(self, ring_bytes: int, piece_bytes: int) -> None:
-        self._buffer_bytes = align_up(piece_bytes, PAGE_BYTES)
+        self._buffer_bytes = align_up(max(piece_bytes, 1), PAGE_BYTES)
         self.buffers_max = ring_bytes // self._buffer_bytes
         if piece_bytes < 1 or self.buffers_max < 1:
             raise InvalidRequest(

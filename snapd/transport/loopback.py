@@ -20,7 +20,6 @@ from snapd.errors import TransportError
 
 _OWN_FDS: Final = Path("/proc/self/fd")
 _DEVICE: Final = b"lo"
-_DEVICE_NAME_BYTES: Final = 16
 
 
 def is_loopback(host: str) -> bool:
@@ -73,10 +72,7 @@ def _internet_sockets() -> list[tuple[int, int]]:
 
 def _bind_to_device(sock: socket.socket) -> None:
     try:
-        # A socket that is bound to a device may not be bound again without CAP_NET_RAW.
-        bound_to = sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _DEVICE_NAME_BYTES)
-        if bound_to.rstrip(b"\0") != _DEVICE:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _DEVICE)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _DEVICE)
     except OSError as error:
         raise TransportError(
             f"Mooncake listens on every address, and the kernel does not let port {sock.getsockname()[1]} be "
@@ -88,5 +84,6 @@ def _bind_to_device(sock: socket.socket) -> None:
 def _cut_off_foreigner(fd: int) -> None:
     # It is no longer there, or has no peer.
     with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(fd))) as sock:
+        # A client of IPv4 has a mapped address on a socket that takes both.
         if not is_loopback(str(sock.getpeername()[0]).removeprefix("::ffff:")):
             sock.shutdown(socket.SHUT_RDWR)

@@ -429,7 +429,7 @@ class MooncakeEngines:
         make: Callable[[MooncakeConfig], MooncakeEngine] = MooncakeEngine,
         backoff: Backoff | None = None,
     ) -> None:
-        self.backoff = backoff or Backoff()
+        self.backoff = Backoff() if backoff is None else backoff
         self._config = config
         self._make = make
         self._current: _Use | None = None

@@ -115,14 +115,18 @@ def find_package() -> Package | None:
     names = installed_names()
     if directory is None:
         # Its metadata without its module: an installation that was cut off.
-        return Package(names[0], importlib.metadata.version(names[0]), "") if names else None
+        return Package(names[0], _version(names[0]), "") if names else None
     engine_path = next(iter(sorted(directory.glob("engine.*so"))), None)
     if not names and engine_path is None:
         # Another project has a module of this name.
         return None
     name = next((name for name in names if _has_installed(name, engine_path)), names[0] if names else MODULE)
-    version = importlib.metadata.version(name) if names else ""
-    return Package(name, version, str(engine_path or ""))
+    return Package(name, _version(name) if names else "", str(engine_path or ""))
+
+
+def _version(name: str) -> str:
+    # Metadata that were cut off have none.
+    return str(importlib.metadata.version(name) or "")
 
 
 def installed_names() -> list[str]:
@@ -197,7 +201,7 @@ def install_command(missing: Sequence[MissingLibrary]) -> str:
         package = find_package()
         name = package.name if package else CPU_PACKAGE
         commands.append(f"pip install --force-reinstall {name}")
-        notes.append(f"{', '.join(bundled)} should be inside the package")
+        notes.append(f"{', '.join(bundled)} should be inside it")
     unknown: list[str] = []
     needs_cuda = False
     for soname in others:

@@ -192,8 +192,6 @@ class MooncakeWriter:
         their memory must stay.
         """
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
             for ticket in self._tickets.values():
                 self._cancel(ticket)
@@ -209,9 +207,10 @@ class MooncakeWriter:
                 self._check_write(write)
             if len(self._tickets) >= TICKETS_MAX:
                 raise TransportError(f"{TICKETS_MAX} tickets are open: poll them until they are final")
+            self._advance()  # Whether the peer has failed meanwhile.
             begun_in_round = self._engines.backoff.begin(self._peer)
-            if self._opening is not None and self._opening.is_over:
-                self._opening = None  # Its failure is that of earlier tickets.
+            # The one that is under way will be found again; the failure of one that is over is past.
+            self._opening = None
             self._last_ticket += 1
             self._tickets[self._last_ticket] = _Ticket(
                 deque(write for write in writes if write.size_bytes or text is not None),

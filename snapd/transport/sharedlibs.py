@@ -87,7 +87,7 @@ def read_elf(path: Path) -> ElfFacts:
 
 def _parse(raw: mmap.mmap, origin: str) -> ElfFacts:
     identity = raw[:16]
-    if identity[:4] != _ELF_MAGIC or identity[4] != _ELF_CLASS_64 or identity[5] != _ELF_LITTLE:
+    if identity[:6] != _ELF_MAGIC + bytes((_ELF_CLASS_64, _ELF_LITTLE)):
         raise ValueError("not a 64-bit little-endian ELF file")
     header = _HEADER.unpack_from(raw)
     machine, programs_offset, program_bytes, num_programs = header[2], header[5], header[9], header[10]
@@ -167,6 +167,7 @@ class Finder:
         cache: what ``ldconfig`` knows, by soname.
         directories: searched last.
         use_loaded: a library that this process has loaded already is found, as by the loader.
+        executable: whose rpath counts for everything that it loads.
     """
 
     def __init__(
@@ -176,12 +177,14 @@ class Finder:
         cache: Mapping[str, Sequence[str]] | None = None,
         directories: Sequence[str] | None = None,
         use_loaded: bool = True,
+        executable: str = "/proc/self/exe",
     ) -> None:
         path = (os.environ if env is None else env).get("LD_LIBRARY_PATH", "")
         self._library_path = tuple(part or "." for part in path.replace(";", ":").split(":")) if path else ()
         self._cache = read_cache() if cache is None else cache
         self._directories = _default_directories() if directories is None else tuple(directories)
         self._use_loaded = use_loaded
+        self._executable = executable
         self._read: dict[str, ElfFacts | None] = {}
 
     def missing(self, path: Path) -> list[Missing]:
@@ -192,7 +195,7 @@ class Finder:
             OSError: it cannot be read.
         """
         facts = read_elf(path)
-        executable = self._facts("/proc/self/exe")
+        executable = self._facts(self._executable)
         top_rpath = executable.rpath if executable else ()
         missing: list[Missing] = []
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Stands for mooncake.engine: moves bytes over TCP between processes, with the fault that FAKE_MOONCAKE names."""
+"""Stands for mooncake.engine: moves bytes between processes, with the fault in FAKE_MOONCAKE."""
 
 import ctypes
 import os
@@ -14,6 +14,8 @@ HEADER = struct.Struct("<QQ")
 SMALL = 4096
 
 if FAULT == "hang at import":
+    if mark := os.environ.get("FAKE_MOONCAKE_MARK"):
+        open(mark, "w").close()
     threading.Event().wait()
 if FAULT == "noise":
     os.write(1, b"a native line on stdout\n")
@@ -32,9 +34,14 @@ def read(sock, size):
     return bytes(data)
 
 
+if FAULT == "odd error":
+    raise RuntimeError("nobody thought of this")
+
+
 class TransferEngine:
     def __init__(self):
         self.batches = 0
+        self.faulty = set()
         self.listener = None
 
     def initialize(self, host, metadata, protocol, devices):
@@ -89,6 +96,7 @@ class TransferEngine:
         if size > SMALL and FAULT == "writer dies":
             os.kill(os.getpid(), signal.SIGSEGV)
         if size > SMALL and FAULT in ("never ends", "write fails"):
+            self.faulty.add(self.batches)
             return self.batches
         host, _, port = segment.rpartition(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -97,4 +105,6 @@ class TransferEngine:
         return self.batches
 
     def transfer_check_status(self, batch):
-        return {"never ends": 0, "write fails": -1}.get(FAULT, 1) if batch > 1 else 1
+        if batch not in self.faulty:
+            return 1
+        return 0 if FAULT == "never ends" else -1

@@ -203,6 +203,7 @@ class Pair:
         num_ranks: int = 1,
         num_slots: int = 512,
         namespace: Namespace | None = None,
+        push: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         # Of its own unless given: what one test has ingested is no hint for the next.
@@ -221,7 +222,7 @@ class Pair:
             Ingester(self.ps[rank], rank, self.p_pools[rank], self.trees[rank], namespace, **options)
             for rank in ranks
         ]
-        self.pusher = Pusher(self.d, self.d_pools, namespace)
+        self.pusher = Pusher(self.d, self.d_pools, namespace, **(push or {}))
         self._truth: dict[tuple[int, str], list[torch.Tensor]] = {}
 
     @property
@@ -250,9 +251,7 @@ class Pair:
         job = self.start(
             session_id, token_ids, self.slots(len(token_ids)) if slots is None else slots, **fields
         )
-        while not job.step(STEP_BYTES):
-            pass
-        return job.result
+        return finish(job).result
 
     def ready(self, session_id: str, token_ids: Sequence[int], **fields: Any) -> int:
         """Push, which must succeed, and return the handle."""
@@ -444,7 +443,7 @@ def begun(pair: Pair, session_id: str = "s") -> tuple[PushJob, int]:
 
 def finish(job: PushJob) -> PushJob:
     while not job.step(STEP_BYTES):
-        pass
+        job.wait()
     return job
 
 

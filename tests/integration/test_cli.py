@@ -520,6 +520,8 @@ def test_a_user_who_may_not_connect_is_told_so_in_one_line(
         (("status", "--timeout", "soon"), "--timeout"),
         (("serve", "--set", "lease_ms"), "KEY=VALUE"),
         (("serve", "--set", "leese_ms=5"), "did you mean 'lease_ms'?"),
+        (("serve", "--protocol", "udp"), "mooncake.protocol = 'udp' is wrong"),
+        (("serve", "--protocol", "tcp", "--set", "mooncake.protocol=rdma"), "is given twice"),
         (("serve", "--size", "huge"), "8GiB"),
         (("serve", "--size", "1GiB", "--set", "size=2GiB"), "given twice"),
         (("serve", "--transport", "pigeon"), '"shm"'),
@@ -582,6 +584,22 @@ def test_config_prints_a_file_that_loads_to_the_same_settings(tmp_path: Path) ->
     settings = json.loads(good("config", "--config", str(file), "--json"))["settings"]
     assert settings["lease_ms"] == {"value": 5000, "origin": str(file)}
     assert settings["arena"]["value"][1] == {"rank": 1, "device": "cpu", "size_bytes": 64 << 20}
+
+
+def test_config_prints_the_mooncake_table_with_the_origin_of_each_key(tmp_path: Path) -> None:
+    file, copy = tmp_path / "a.toml", tmp_path / "b.toml"
+    file.write_text('[mooncake]\nprotocol = "rdma"\n[mooncake.settings]\nMC_GID_INDEX = "3"\n')
+    text = good("config", "--config", str(file), SNAPD_MOONCAKE_HOST="10.0.0.7")
+    assert f'protocol = "rdma"  # {file}' in text
+    assert 'host = "10.0.0.7"  # environment SNAPD_MOONCAKE_HOST' in text
+    assert f'settings.MC_GID_INDEX = "3"  # {file}' in text
+    copy.write_text(text)
+    assert load(copy, {}, {}).config == load(file, {}, {"mooncake.host": "10.0.0.7"}).config
+    settings = json.loads(good("config", "--config", str(file), "--json"))["settings"]
+    assert settings["mooncake.protocol"] == {"value": "rdma", "origin": str(file)}
+    assert settings["mooncake.settings.MC_GID_INDEX"] == {"value": "3", "origin": str(file)}
+    assert settings["mooncake.notify"] == {"value": "off", "origin": "default"}
+    assert "mooncake" not in settings
 
 
 def test_a_path_that_is_no_utf8_is_refused() -> None:

@@ -1,33 +1,49 @@
 """The demo, as real processes: what it says when all is well, and that it does not say so otherwise."""
 
+import asyncio
+import contextlib
 import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import msgspec
 import pytest
+from daemon_process import DaemonProcess
 
+from snapd.client import Client
+from snapd.config import load_config
+from snapd.demo import messages as m
 from snapd.demo.cache import PagedCache
+from snapd.demo.chaos import STRUCK_PUSHES, Chaos
+from snapd.demo.decoder import Decoder
 from snapd.demo.logfacts import LogFacts
-from snapd.demo.messages import TreeReport
+from snapd.demo.memory import create_pool_memory
 from snapd.demo.orchestrator import _config
 from snapd.demo.plan import PAGE_SIZE_TOKENS, RANKS, TOKEN_BYTES, NotEnoughMemory, check_memory, make_plan
 from snapd.demo.result import cross_check
-from snapd.demo.stage import Seat, Tally
+from snapd.demo.session import SessionRun
+from snapd.demo.stage import Options, Seat, Stage, Tally
 from snapd.demo.trace import TraceError, chain_sessions, default_trace_path, read_trace
+from snapd.demo.workers import DemoError
+from snapd.errors import Reason
 from snapd.units import MIB
 
 ROOT = Path(__file__).parents[2]
 RUN_S = 100
+WAIT_S = 20.0
+SLOTS = 256
 WANTED_KEYS = {
     "sessions", "ingested", "aborted", "refused", "corrupt", "bytes", "ok_rate", "reasons", "log",
+    "transport", "retried_pieces", "undrained_commits", "quarantined_bytes",
 }  # fmt: skip
 
 
@@ -39,9 +55,9 @@ def own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield
 
 
-def demo(*arguments: str, fault: str = "") -> tuple[int, dict[str, Any], str]:
+def demo(*arguments: str, fault: str = "", **variables: str) -> tuple[int, dict[str, Any], str]:
     """Run the demo, and return its status, the object on the last line of stdout, and stderr."""
-    environment = os.environ | {"SNAPD_DEMO_FAULT": fault}
+    environment = os.environ | {"SNAPD_DEMO_FAULT": fault} | variables
     command = [sys.executable, "-m", "snapd.cli.main", "demo", "--json", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=RUN_S, cwd=ROOT, env=environment, check=False
@@ -75,6 +91,12 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, d
     yield demo("--total", "128MiB", "--out", str(out))
 
 
+@pytest.fixture
+def daemon_of_two(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    """A daemon with an arena for each of the demo's ranks."""
+    return start_daemon(ranks=RANKS)
+
+
 # --- whole runs --------------------------------------------------------------------------------
 
 
@@ -85,6 +107,7 @@ def test_plain_run_ingests_everything_and_no_byte_differs(
     status, result, messages = plain_run
     assert status == 0, messages
     assert result.keys() >= WANTED_KEYS
+    assert result["transport"] == "shm"
     assert result["corrupt"] == 0 and result["faults"] == []
     assert result["ok_rate"] >= 0.95
     assert result["bytes"] >= 128 * MIB
@@ -154,6 +177,94 @@ def test_finalize_without_retries_gives_up_and_says_so() -> None:
     assert result["given_up"] > 0
 
 
+# --- over Mooncake -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mooncake_chaos(small_trace: Path) -> tuple[int, dict[str, Any], str]:
+    """What a run with chaos over Mooncake came to."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    arguments = ("--transport", "mooncake", "--total", "32MiB", "--trace", str(small_trace))
+    return demo(*arguments, "--chaos", "--seed", "5")
+
+
+@pytest.mark.slow
+def test_run_over_mooncake_ingests_everything_and_keeps_its_noise_in_files(
+    small_trace: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    arguments = ("--transport", "mooncake", "--total", "32MiB", "--trace", str(small_trace))
+    status, result, messages = demo(*arguments, "--out", str(tmp_path / "out"))
+    assert status == 0, messages
+    assert result.keys() >= WANTED_KEYS
+    assert result["transport"] == "mooncake"
+    assert result["corrupt"] == 0 and result["faults"] == []
+    assert result["ingested"] == result["turns"]
+    assert result["reasons"].keys() <= {"ok", "prefix-not-resident"}
+    assert result["compared_bytes"] >= result["bytes"] >= 32 * MIB
+    assert result["retried_pieces"] == result["undrained_commits"] == 0
+    assert "over mooncake: 0 pieces were written again" in messages
+    assert "transfer_engine" in (tmp_path / "out" / "decoder-0.txt").read_text()
+    assert "transfer_engine" not in messages and "InitGoogleLogging" not in messages
+
+
+@pytest.mark.slow
+def test_bytes_of_a_d_that_was_killed_over_mooncake_wait_for_their_time(
+    mooncake_chaos: tuple[int, dict[str, Any], str],
+) -> None:
+    """There its exit proves nothing: what it wrote may be under way still."""
+    status, result, messages = mooncake_chaos
+    assert status == 0, messages
+    assert result["corrupt"] == 0 and result["faults"] == []
+    assert result["reasons"]["writer-gone"] == result["kills"] == 3
+    assert result["reasons"]["client-abort"] == 1
+    facts = LogFacts(Path(result["log"]))
+    killed = [incident for incident in result["incidents"] if incident["what"] == "killed"]
+    held_bytes = 0
+    for incident in killed:
+        attempt = facts.attempts[incident["slab_handle"]]
+        assert 0 < incident["at_bytes"] < incident["total_bytes"]
+        assert attempt.last_state == "TRANSFERRING" and attempt.released_why == {"time"}
+        assert attempt.quarantined_bytes >= incident["total_bytes"]
+        held_bytes += attempt.quarantined_bytes
+        assert any(other.session_id == incident["session_id"] for other in facts.ingested)
+    assert result["quarantined_bytes"] >= held_bytes
+    assert "quarantine, time" in messages
+
+
+@pytest.mark.slow
+def test_log_in_which_a_quarantine_is_too_short_is_a_fault(
+    mooncake_chaos: tuple[int, dict[str, Any], str], tmp_path: Path
+) -> None:
+    lines = Path(mooncake_chaos[1]["log"]).read_bytes().splitlines()
+    until_ns: dict[tuple[int, int], int] = {}
+    for number, line in enumerate(lines):
+        fields = json.loads(line)
+        key = (fields.get("slab_handle", 0), fields.get("rank", -1))
+        if fields["event"] == "slab.quarantined":
+            until_ns[key] = fields["until_ns"]
+        elif fields.get("why") == "time":
+            assert fields["at_ns"] >= until_ns[key]
+            lines[number] = json.dumps(fields | {"at_ns": until_ns[key] - 1}).encode()
+            break
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert [fault for fault in LogFacts(path).faults if "left the quarantine before its time" in fault]
+
+
+def test_mooncake_that_cannot_be_loaded_is_one_line_with_the_command(tmp_path: Path) -> None:
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "engine.so").write_bytes(b"no library")
+    arguments = ("--transport", "mooncake", "--total", "16MiB")
+    status, _, messages = demo(*arguments, PYTHONPATH=str(tmp_path))
+    assert status == 1
+    line = messages.splitlines()[-1]
+    assert line.startswith("snapd: the daemon did not start: transport = mooncake: ")
+    assert "pip install" in line and "Traceback" not in messages
+
+
 # --- processes that end before they should ------------------------------------------------------
 
 
@@ -219,6 +330,7 @@ def test_worker_that_dies_by_itself_ends_the_demo_with_one_line() -> None:
         (("--total", "banana"), 2, "banana"),
         (("--total", "5"), 2, "at least"),
         (("--decoders", "1"), 2, "--decoders"),
+        (("--transport", "rdma"), 2, "mooncake"),
         (("--trace", "/nowhere/trace.jsonl"), 1, "/nowhere/trace.jsonl"),
         (("--out", "/proc/demo"), 2, "/proc/demo"),
     ],
@@ -280,9 +392,20 @@ def test_plan_moves_what_is_wanted_and_fits_its_pools(total_bytes: int) -> None:
     assert all(session.end_tokens + PAGE_SIZE_TOKENS <= plan.decoder_slots for session in plan.sessions)
     assert plan.arena_bytes >= 2 * plan.decoder_slots * TOKEN_BYTES
     assert plan.memory_bytes(2) < 8192 * MIB
+    assert 64 * 1024 <= plan.piece_bytes <= 4 * MIB
     for session in plan.sessions:
         ends = [turn.end_tokens for turn in session.turns]
         assert all(later - earlier >= 1 for earlier, later in itertools.pairwise(ends))
+
+
+def test_arenas_have_room_for_snapshots_in_quarantine() -> None:
+    requests = read_trace(default_trace_path())
+    plain, roomy = (
+        make_plan(requests, total_bytes=2048 * MIB, decoders=2, quarantined_snapshots=count)
+        for count in (0, STRUCK_PUSHES)
+    )
+    longest_bytes = max(session.end_tokens for session in plain.sessions) * TOKEN_BYTES
+    assert roomy.arena_bytes >= plain.arena_bytes - MIB + STRUCK_PUSHES * longest_bytes
 
 
 def test_plan_that_does_not_fit_into_memory_is_refused() -> None:
@@ -357,7 +480,7 @@ def test_tally_and_trees_that_differ_from_the_log_are_faults(
     plain_run: tuple[int, dict[str, Any], str],
 ) -> None:
     facts = LogFacts(Path(plain_run[1]["log"]))
-    good = TreeReport(
+    good = m.TreeReport(
         inserted=(), resident={}, evicted=0, alloc_failures=0, total_slots=32, free_slots=32, cached_slots=0,
         free_slots_after=32,
     )  # fmt: skip
@@ -374,6 +497,9 @@ def test_tally_and_trees_that_differ_from_the_log_are_faults(
     assert not any("bytes leaked" in fault for fault in faults)
     faults = cross_check(facts, Tally(), _books(facts, leaked_bytes=256), [good], list[Seat]())
     assert any("256 bytes leaked" in fault for fault in faults)
+    faults = cross_check(facts, Tally(), _books(facts, quarantined_bytes=256), [good], list[Seat]())
+    assert any("1 shards are in quarantine at the end" in fault for fault in faults)
+    assert not any("bytes leaked" in fault for fault in faults)
 
 
 class _Books:
@@ -383,30 +509,154 @@ class _Books:
         self.__dict__.update(facts)
 
 
-def _books(facts: LogFacts, leaked_bytes: int = 0) -> Any:
+def _books(facts: LogFacts, leaked_bytes: int = 0, quarantined_bytes: int = 0) -> Any:
     arena = _Books(
         rank=0,
         capacity_bytes=MIB,
-        free_bytes=MIB - leaked_bytes,
+        free_bytes=MIB - leaked_bytes - quarantined_bytes,
         live_bytes=leaked_bytes,
-        quarantined_bytes=0,
+        quarantined_bytes=quarantined_bytes,
     )
     core = _Books(
         outcomes_by_reason=facts.reasons,
         open_sessions=0,
-        quarantined_shards=0,
+        quarantined_shards=int(quarantined_bytes > 0),
         arenas=(arena,),
         bytes_ingested=sum(outcome.bytes for outcome in facts.ingested),
     )
     return _Books(core=core, log=_Books(dropped=0))
 
 
-def test_daemon_of_the_demo_gets_a_configuration_that_it_takes(tmp_path: Path) -> None:
-    from snapd.config import load_config
-
+@pytest.mark.parametrize("transport", ["shm", "mooncake"])
+def test_daemon_of_the_demo_gets_a_configuration_that_it_takes(
+    tmp_path: Path, transport: Literal["shm", "mooncake"]
+) -> None:
     plan = make_plan(read_trace(default_trace_path()), total_bytes=128 * MIB, decoders=2)
     path = tmp_path / "snapd.toml"
-    path.write_text(_config(plan, "/tmp/a.sock", tmp_path / 'odd "name"\\.jsonl'))
+    path.write_text(_config(plan, "/tmp/a.sock", tmp_path / 'odd "name"\\.jsonl', transport))
     config = load_config(path, {}, {})
     assert [arena.size_bytes for arena in config.arenas] == [plan.arena_bytes] * RANKS
     assert config.log_path == str(tmp_path / 'odd "name"\\.jsonl')
+    assert config.transport == transport
+    assert (config.mooncake.protocol, config.mooncake.host) == ("tcp", "127.0.0.1")
+
+
+# --- a D worker's loop -------------------------------------------------------------------------
+
+
+class RunningDecoder:
+    """A D worker in a thread of this process.
+
+    Attributes:
+        decoder: the worker.
+    """
+
+    def __init__(self, socket_path: Path) -> None:
+        slots = SLOTS + PAGE_SIZE_TOKENS
+        fds = tuple(create_pool_memory(f"rank {rank}", slots) for rank in range(RANKS))
+        self._own, theirs = socket.socketpair()
+        self._own.settimeout(WAIT_S)
+        setup = m.Setup(
+            role=m.ROLE_DECODER, index=0, channel_fd=theirs.detach(), socket_path=str(socket_path), seed=1,
+            decoder_fds=fds, decoder_slots=slots, piece_bytes=64 * 1024,
+        )  # fmt: skip
+        self.decoder = Decoder(setup, m.WorkerChannel(setup.channel_fd))
+        for fd in fds:
+            os.close(fd)
+        self._stream = self._own.makefile("rb")
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with contextlib.suppress(EOFError):
+            self.decoder.run()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert isinstance(self.hear(), m.Started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._own.shutdown(socket.SHUT_RDWR)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self._stream.close()
+        self._own.close()
+
+    def say(self, *commands: m.ToWorker) -> None:
+        self._own.sendall(b"".join(m.encode(command) for command in commands))
+
+    def hear(self) -> m.FromWorker:
+        size_bytes = int.from_bytes(self._stream.read(4), "little")
+        return m.decode_answer(self._stream.read(size_bytes))
+
+
+def push_turn(message_id: int, pace_ms: int) -> m.PushTurn:
+    slots = m.pack_slots(range(SLOTS))
+    return m.PushTurn(
+        id=message_id,
+        session=0,
+        session_id="agent",
+        token_ids=tuple(range(SLOTS)),
+        slots=slots,
+        pace_ms=pace_ms,
+    )
+
+
+def test_d_decodes_while_a_push_is_under_way(daemon_of_two: DaemonProcess) -> None:
+    with Client(str(daemon_of_two.socket_path)) as p, RunningDecoder(daemon_of_two.socket_path) as worker:
+        for rank in range(RANKS):
+            p.declare_layout(rank, worker.decoder._pusher.layout)
+        worker.say(push_turn(1, pace_ms=5))
+        assert isinstance(worker.hear(), m.PushMoved)
+        segments = (m.Segment(0, 0, SLOTS),)
+        worker.say(m.Decode(id=2, session=1, segments=segments, slots=m.pack_slots(range(SLOTS))))
+        heard = [worker.hear()]
+        while not isinstance(heard[-1], m.PushEnded):
+            heard.append(worker.hear())
+        assert any(isinstance(message, m.Decoded) for message in heard[:-2]), "it had to wait for the push"
+        assert heard[-1].ok and heard[-1].drained
+
+
+def test_d_without_commands_looks_after_writes_of_a_push_that_has_ended(daemon_of_two: DaemonProcess) -> None:
+    class Lingering:
+        """A pusher whose last write is over when it is looked at for the third time."""
+
+        lingering = 3
+
+        def poll(self) -> None:
+            self.lingering -= self.lingering > 0
+
+    worker = RunningDecoder(daemon_of_two.socket_path)
+    pusher = worker.decoder._pusher = Lingering()  # type: ignore[assignment]
+    with worker:
+        deadline_s = time.monotonic() + WAIT_S
+        while pusher.lingering:
+            assert time.monotonic() < deadline_s, "nobody looked"
+
+
+def test_d_that_cannot_push_ends_the_demo_with_its_reason(small_trace: Path, tmp_path: Path) -> None:
+    class Worker:
+        name = "D 0"
+
+        def tell(self, command: m.ToWorker) -> None:
+            del command
+
+        async def call(self, command: m.ToWorker, answer_type: type[m.FromWorker]) -> m.FromWorker:
+            del command
+            if answer_type is m.Decoded:
+                return m.Decoded(num_bytes=0)
+            return m.PushEnded(ok=False, reason=Reason.TRANSFER_FAILED, detail="no engine")
+
+    plan = make_plan(read_trace(small_trace), total_bytes=16 * MIB, decoders=2)
+    worker: Any = Worker()
+
+    async def play() -> None:
+        seat = Seat(0, worker, plan.decoder_slots)
+        seat.is_up.set()
+        options = Options(trace_path=small_trace, out_dir=tmp_path, total_bytes=16 * MIB)
+        client: Any = None
+        stage = Stage(options, plan, client, [seat], [worker] * RANKS)
+        await SessionRun(stage, Chaos(plan, 1, is_on=False), plan.sessions[0], 1_000).run()
+
+    with pytest.raises(DemoError, match="D 0 cannot push: no engine"):
+        asyncio.run(play())

@@ -35,10 +35,11 @@ from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest, LayoutMismatch, Reason
 from snapd.kv.checksum import plane_checksum
 from snapd.kv.copy import GatherJob, gather
-from snapd.kv.push import Pusher, _few_writes
+from snapd.kv.mappedjob import few_writes
+from snapd.kv.push import Pusher
 from snapd.layout import Namespace
 from snapd.links import Link
-from snapd.transport.base import TicketState, Write
+from snapd.transport.base import Progress, TicketState, Write
 from snapd.transport.shm import ShmWriter
 from snapd.units import MIB
 from snapd.wire import BeginIngestReq, GetReq, HandleRequest
@@ -409,7 +410,7 @@ def test_checksums_that_are_not_the_planes_own_are_noticed_by_p(daemon: Any) -> 
 
 def test_a_write_that_fails_ends_the_attempt(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with paired(daemon) as pair:
-        monkeypatch.setattr(ShmWriter, "poll", lambda *_: TicketState.FAILED)
+        monkeypatch.setattr(ShmWriter, "poll", lambda *_: Progress(TicketState.FAILED))
         result = pair.pusher.push_planes("s", TOKENS, gathered(pair))
         assert (result.ok, result.reason) == (False, Reason.TRANSFER_FAILED)
         assert pair.view(result.slab_handle).reason == Reason.TRANSFER_FAILED
@@ -548,20 +549,20 @@ def staged_planes(sizes_bytes: Sequence[int], gap_bytes: int) -> list[torch.Tens
 def test_neighbours_that_lie_alike_are_one_write_with_the_padding_between_them() -> None:
     source, target = staged_planes([100, 50, 30], 28), staged_planes([100, 50, 30], 28)
     base = target[0].data_ptr() - 512
-    assert _few_writes(source, target, base, [Extent(512, 300)]) == [Write(source[0].data_ptr(), 512, 236)]
+    assert few_writes(source, target, base, [Extent(512, 300)]) == [Write(source[0].data_ptr(), 512, 236)]
 
 
 def test_planes_that_lie_otherwise_are_writes_of_their_own() -> None:
     source, target = staged_planes([100, 50], 0), staged_planes([100, 50], 28)
     base = target[0].data_ptr()
-    assert _few_writes(source, target, base, [Extent(0, 300)]) == [
+    assert few_writes(source, target, base, [Extent(0, 300)]) == [
         Write(source[0].data_ptr(), 0, 100), Write(source[1].data_ptr(), 128, 50),
     ]  # fmt: skip
 
 
 def test_no_write_crosses_from_one_extent_into_another() -> None:
     source, target = staged_planes([100, 50], 28), staged_planes([100, 50], 28)
-    writes = _few_writes(source, target, target[0].data_ptr(), [Extent(0, 128), Extent(128, 128)])
+    writes = few_writes(source, target, target[0].data_ptr(), [Extent(0, 128), Extent(128, 128)])
     assert [write.size_bytes for write in writes] == [100, 50]
 
 
@@ -569,7 +570,7 @@ def test_nothing_is_read_between_two_allocations_that_only_happen_to_be_neighbou
     whole = torch.zeros(256, dtype=torch.uint8)
     parts = [torch.frombuffer(whole.numpy(), dtype=torch.uint8, count=100, offset=at) for at in (0, 128)]
     target = staged_planes([100, 100], 28)
-    assert len(_few_writes(parts, target, target[0].data_ptr(), [Extent(0, 300)])) == 2
+    assert len(few_writes(parts, target, target[0].data_ptr(), [Extent(0, 300)])) == 2
 
 
 # --- without torch -----------------------------------------------------------------------------------

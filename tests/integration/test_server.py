@@ -425,6 +425,30 @@ def test_a_connection_that_is_cut_off_takes_and_writes_nothing_more(scene: Any) 
     scene(act)
 
 
+def test_hints_of_transfers_are_dropped_while_the_client_does_not_read_and_never_cut_it_off(
+    scene: Any,
+) -> None:
+    """Whoever reaches the transport can cause any number of them."""
+
+    async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
+        hint = w.TransferNotified(slab_handle=1, session_id="s", rank=0)
+        assert server.tell_notified(connection.conn_id, hint) is True
+        assert transport.written == w.encode_frame(hint)
+        connection.pause_writing()
+        transport.waiting_bytes = server.config.reply_buffer_bytes_max + 1
+        assert server.tell_notified(connection.conn_id, hint) is False
+        assert transport.written == w.encode_frame(hint) and "abort" not in transport.calls
+        transport.waiting_bytes = 0
+        connection.resume_writing()
+        assert server.tell_notified(connection.conn_id, hint) is True
+        assert server.tell_notified(connection.conn_id + 1, hint) is False
+        connection.close()
+        assert server.tell_notified(connection.conn_id, hint) is False
+        assert transport.written == 2 * w.encode_frame(hint)
+
+    scene(act)
+
+
 def test_a_watcher_that_reads_for_a_moment_gets_what_fits_and_hears_of_the_loss_last(scene: Any) -> None:
     async def act(connection: Connection, transport: Any, service: CountingService, server: Server) -> None:
         most = server.config.watch_queue_max

@@ -114,11 +114,13 @@ class FakeWriter:
 
     def poll(self, ticket: int) -> Progress:
         found = self._ticket(ticket)
-        for flight in list(found.flying):
-            flight.polls_left -= 1
-            if flight.polls_left <= 0 and flight.ending != "stuck":
-                found.flying.remove(flight)
-                self._end(found, flight)
+        # Writes of other tickets go on as well: whoever polls one of them must not wait for ever.
+        for each in self._tickets.values():
+            for flight in list(each.flying):
+                flight.polls_left -= 1
+                if flight.polls_left <= 0 and flight.ending != "stuck":
+                    each.flying.remove(flight)
+                    self._end(each, flight)
         self._begin()
         if found.flying or (found.waiting and not found.failure and not found.is_cancelled):
             return Progress(TicketState.RUNNING)

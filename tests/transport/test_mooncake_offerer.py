@@ -244,6 +244,18 @@ def test_who_has_connected_from_elsewhere_meanwhile_is_cut_off(
         assert "127.0.0.3" in asked
 
 
+def test_who_has_connected_from_this_host_meanwhile_stays() -> None:
+    with contextlib.ExitStack() as stack, socket.socket() as client:
+        client.settimeout(5)
+        with listening_inside_only():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            stack.enter_context(listener)
+            client.connect(("127.0.0.1", listener.getsockname()[1]))
+            accepted = stack.enter_context(listener.accept()[0])
+        accepted.send(b"x")
+        assert client.recv(1) == b"x"
+
+
 def test_a_kernel_that_does_not_allow_it_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Listening for everybody all the same would be worse than not starting."""
     monkeypatch.setattr(loopback, "_DEVICE", b"no-such-device")

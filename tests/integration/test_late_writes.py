@@ -1,0 +1,197 @@
+"""Writes that land too late, over Mooncake: they meet bytes that nobody owns, or bytes that P refuses."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kv_cases import PATIENCE_S, TOKENS, Pair, paired, record, records
+from late_cases import (
+    HOUR_MS,
+    ROGUE_BYTES,
+    ROGUE_TOKENS,
+    WIDE,
+    Rogue,
+    Watcher,
+    check_books,
+    overlap,
+    rogue,
+)
+from raw_client import LogFollower, wait_for
+
+from snapd.core import records as rec
+from snapd.core.events import State
+from snapd.errors import Reason
+from snapd.kv.ingest import IngestJob
+from snapd.units import MIB
+
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
+StartDaemon = Callable[..., Any]
+ARENA_BYTES = 4 * MIB
+NUM_SLOTS = 1_024
+
+
+@pytest.fixture
+def mooncake(start_daemon: StartDaemon) -> StartDaemon:
+    """A function that starts a daemon with Mooncake and a small arena."""
+
+    def start(**settings: object) -> Any:
+        return start_daemon(**({"transport": "mooncake", "size": f"{ARENA_BYTES}B"} | settings))
+
+    return start
+
+
+@contextlib.contextmanager
+def watched(pair: Pair, late: Rogue) -> Iterator[Watcher]:
+    """Yield a watcher; the rogue wrote when it began and writes when it ends."""
+    with pair.ps[0].map_buffer(0) as arena:
+        watcher = Watcher(arena, late.extents)
+        watcher.wait_for_writes()
+        yield watcher
+        watcher.wait_for_writes()
+
+
+# --- while the quarantine lasts -----------------------------------------------------------------------
+
+
+def abort_by_operator(pair: Pair, late: Rogue) -> None:
+    pair.ps[0].abort(late.handle)
+
+
+def await_timeout(pair: Pair, late: Rogue) -> None:
+    wait_for(lambda: pair.view(late.handle).state is State.ABORTED, "the timeout", PATIENCE_S)
+
+
+def supersede(pair: Pair, late: Rogue) -> None:
+    grant = pair.pusher.prepare("rogue", range(ROGUE_TOKENS))
+    pair.d.abort(grant.slab_handle, drained=True)
+
+
+ENDINGS: dict[Reason, tuple[Callable[[Pair, Rogue], None], dict[str, object]]] = {
+    Reason.CLIENT_ABORT: (abort_by_operator, {}),
+    # Long beside a push on a busy machine, as the others have the same.
+    Reason.TRANSFER_TIMEOUT: (await_timeout, {"transfer_timeout_ms": 1_500}),
+    Reason.SUPERSEDED: (supersede, {}),
+}
+
+
+def fill(pair: Pair, round_number: int) -> list[tuple[str, IngestJob, int]]:
+    """Push sessions and lease each, so that none is evicted, until there is no room for another."""
+    begun: list[tuple[str, IngestJob, int]] = []
+    for number in range(ARENA_BYTES):
+        session_id = f"s{round_number}-{number}"
+        num_tokens = (40, 17, 25)[number % 3]
+        result = pair.push(
+            session_id, TOKENS[:num_tokens], pair.slots(num_tokens, seed=100 * round_number + number)
+        )
+        if not result.ok:
+            assert result.reason == Reason.SNAPSHOT_BUF_FULL, result
+            break
+        (job,) = pair.start_ingest(session_id, TOKENS[:num_tokens], result.slab_handle)
+        begun.append((session_id, job, result.slab_handle))
+    return begun
+
+
+@pytest.mark.parametrize("reason", ENDINGS)
+def test_while_the_quarantine_lasts_late_writes_meet_nobodys_bytes(
+    mooncake: StartDaemon, reason: Reason
+) -> None:
+    """The arena is filled around it, twice, and all of it arrives as it was committed."""
+    end_it, settings = ENDINGS[reason]
+    daemon = mooncake(quarantine_ms=HOUR_MS, **settings)
+    follower = LogFollower(daemon.log_path)
+    with paired(daemon, WIDE, num_slots=NUM_SLOTS) as pair, rogue(pair) as late, watched(pair, late) as seen:
+        end_it(pair, late)
+        assert pair.view(late.handle).reason == reason
+        held = record(daemon, rec.SlabQuarantined, late.handle)
+        assert (held.why, held.extents) == ("undrained", late.extents)
+        for round_number in (1, 2):
+            begun = fill(pair, round_number)
+            (books,) = pair.core().arenas
+            assert books.quarantined_bytes == ROGUE_BYTES
+            assert books.largest_hole_bytes < len(TOKENS) * pair.token_bytes, "the rest of it is full"
+            assert books.live_bytes > 2 * MIB and len(begun) > 3
+            seen.wait_for_writes()
+            for session_id, job, handle in begun:
+                assert not overlap(record(daemon, rec.SlabAllocated, handle).extents, late.extents)
+                wait_for(lambda job=job: job.step(MIB), "the ingest's end", PATIENCE_S)
+                assert job.result.ok, (session_id, job.result)
+            check_books(pair, follower)
+            pair.check()
+            for session_id, *_ in begun:
+                pair.tree.evict(session_id)
+        assert not records(daemon, rec.SlabReleased, late.handle), "it is quarantined to the end"
+
+
+# --- later than that ----------------------------------------------------------------------------------
+
+VICTIM = TOKENS[:ROGUE_TOKENS]
+
+
+@contextlib.contextmanager
+def outlived(daemon: Any, pair: Pair) -> Iterator[tuple[Rogue, Watcher]]:
+    """Yield a rogue whose bytes are free again, by time alone, and that goes on writing there."""
+    with rogue(pair) as late, pair.ps[0].map_buffer(0) as arena:
+        watcher = Watcher(arena, late.extents)
+        watcher.wait_for_writes()
+        pair.ps[0].abort(late.handle)
+        wait_for(pair.is_all_free, "the quarantine is over", PATIENCE_S)
+        released = record(daemon, rec.SlabReleased, late.handle)
+        assert (released.was, released.why) == ("quarantined", "time")
+        watcher.wait_for_writes()
+        yield late, watcher
+
+
+def ready_over(pair: Pair, late: Rogue) -> int:
+    """Have a session pushed and committed in the rogue's former bytes, and return its handle."""
+    handle = pair.ready("victim", VICTIM)
+    assert pair.view(handle).shards[0].extents == late.extents
+    return handle
+
+
+def test_a_write_that_outlives_the_quarantine_never_reaches_the_tree(mooncake: StartDaemon) -> None:
+    """Another session owns the bytes by then, and its D has committed them with checksums."""
+    daemon = mooncake(quarantine_ms=100)
+    follower = LogFollower(daemon.log_path)
+    with (
+        paired(daemon, WIDE, num_slots=NUM_SLOTS) as pair,
+        outlived(daemon, pair) as (late, watcher),
+    ):
+        handle = ready_over(pair, late)
+        watcher.wait_for_writes()
+        (answer,) = pair.ingest("victim", VICTIM, handle)
+        assert (answer.ok, answer.reason) == (False, Reason.CHECKSUM_MISMATCH)
+        assert pair.tree.inserts == [] and pair.tree.allocations == [ROGUE_TOKENS]
+        pair.tree.check()
+        view = pair.view(handle)
+        assert (view.state, view.reason) == (State.ABORTED, Reason.CHECKSUM_MISMATCH)
+        held = record(daemon, rec.SlabQuarantined, handle)
+        assert (held.why, held.extents) == ("corrupt", late.extents)
+        outcome = record(daemon, rec.SyncOutcome, handle)
+        assert (outcome.ok, outcome.reason) == (False, Reason.CHECKSUM_MISMATCH)
+        check_books(pair, follower)
+
+
+def test_without_the_late_writes_the_same_bytes_are_ingested(mooncake: StartDaemon) -> None:
+    """The control: it is the rogue and nothing else that P refused."""
+    daemon = mooncake(quarantine_ms=100)
+    with paired(daemon, WIDE, num_slots=NUM_SLOTS) as pair, outlived(daemon, pair) as (late, _):
+        late.end()
+        assert pair.ingest("victim", VICTIM, ready_over(pair, late))[0].ok
+        assert pair.tree.inserts == ["victim"]
+
+
+def test_without_verification_the_late_bytes_would_be_in_the_pool(mooncake: StartDaemon) -> None:
+    """The control: it is the checksums and nothing else that kept them out."""
+    daemon = mooncake(quarantine_ms=100)
+    pair = Pair(daemon, WIDE, num_slots=NUM_SLOTS, verify=False)
+    try:
+        with outlived(daemon, pair) as (late, watcher):
+            handle = ready_over(pair, late)
+            watcher.wait_for_writes()
+            assert pair.ingest("victim", VICTIM, handle)[0].ok
+            with pytest.raises(AssertionError, match="rank 0, plane"):
+                pair.check()
+    finally:
+        pair.close()

@@ -1,0 +1,160 @@
+"""The daemon dies, stops, comes back; so does the network, and D: pushes over Mooncake go on afterwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kv_cases import PATIENCE_S, record
+from late_cases import check_books, stopped
+from raw_client import LogFollower, check_sums, is_all_free, outcomes, wait_for
+from restart_cases import (
+    SAME_PORT_TRIES,
+    Decoder,
+    Ports,
+    decoder,
+    epochs,
+    hold,
+    ingest,
+    meet_again,
+    own_network,
+    prefill,
+    set_loopback,
+)
+
+from snapd.core import records as rec
+from snapd.errors import Reason
+from snapd.kv.push import PushResult
+
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
+StartDaemon = Callable[..., Any]
+
+
+@pytest.fixture
+def mooncake(start_daemon: StartDaemon) -> StartDaemon:
+    """A function that starts a daemon with Mooncake and a small arena."""
+
+    def start(**settings: object) -> Any:
+        dotted = {key.replace("__", "."): value for key, value in settings.items()}
+        return start_daemon(**({"transport": "mooncake", "size": "8MiB"} | dotted))
+
+    return start
+
+
+def test_the_same_d_goes_on_after_the_daemon_was_killed_under_its_push(mooncake: StartDaemon) -> None:
+    daemon = mooncake()
+    with prefill(daemon) as pair, decoder(pair) as d:
+        ingest(pair, "first", d.push("first"))
+        handle = hold(pair, d, "s")
+        daemon.kill()
+        d.go_on()
+        lost = d.result()
+        assert (lost.ok, lost.reason, lost.slab_handle) == (False, Reason.TRANSFER_FAILED, handle)
+        refused = d.push("s")
+        assert (refused.ok, refused.reason, refused.slab_handle) == (False, Reason.TRANSFER_FAILED, 0)
+        daemon.restart()
+        meet_again(pair)
+        again = d.push("s")
+        assert (again.attempts, again.token_start) == (1, 0)
+        ingest(pair, "s", again)
+        former, present = epochs(daemon)
+        assert former != present == pair.d.connect().epoch
+        assert outcomes(daemon.log_path)[handle] == ["daemon-restarted"]
+        assert is_all_free(pair.core())
+
+
+def test_a_push_over_a_restart_is_prepared_again_in_the_new_epoch(mooncake: StartDaemon) -> None:
+    """Its grant is refused as stale; nothing that it wrote or says is taken for the new one."""
+    daemon = mooncake()
+    with prefill(daemon) as pair, decoder(pair) as d:
+        for session_id, renew in (("stale", False), ("renewed", True)):
+            handle = hold(pair, d, session_id, renew=renew)
+            daemon.kill()
+            daemon.restart()
+            meet_again(pair)
+            d.go_on()
+            result = d.result()
+            if renew:
+                assert result.attempts == 2 and result.slab_handle != handle
+                ingest(pair, session_id, result)
+            else:
+                assert (result.ok, result.reason, result.slab_handle) == (False, Reason.STALE_HANDLE, handle)
+                assert pair.core().attempts == 0 and is_all_free(pair.core())
+            assert outcomes(daemon.log_path)[handle] == ["daemon-restarted"]
+        assert len(set(epochs(daemon))) == 3
+
+
+# --- the same address in another life --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_pushed_before", [True, False])
+def test_the_same_d_reaches_a_restarted_daemon_on_the_same_port(
+    mooncake: StartDaemon, has_pushed_before: bool
+) -> None:
+    """What D's engine knows of that address is of the daemon before: other memory, another port for data."""
+    with own_network(), Ports() as ports:
+        daemon = mooncake(**ports.settings)
+        with prefill(daemon) as pair, decoder(pair) as d:
+            first = ports.of(pair)
+            if has_pushed_before:
+                ingest(pair, "first", d.push("first"))
+            hold(pair, d, "s")
+            for _ in range(SAME_PORT_TRIES):
+                daemon.kill()
+                ports.free_another_for_data(first)
+                daemon.restart()
+                meet_again(pair)
+                if ports.of(pair).rpc_port == first.rpc_port:
+                    break
+            assert ports.of(pair).rpc_port == first.rpc_port != 0
+            assert ports.of(pair).data_port != first.data_port
+            d.go_on()
+            result = d.result()
+            assert result.attempts == 2
+            ingest(pair, "s", result)
+            ingest(pair, "next", d.push("next", seed=8))
+            assert is_all_free(pair.core())
+
+
+# --- a peer that failed is tried again ---------------------------------------------------------------
+
+
+def test_a_peer_that_cannot_be_reached_rests_longer_each_time_and_is_tried_again(
+    mooncake: StartDaemon,
+) -> None:
+    """The network between D and the daemon's buffer is down; its control socket is not."""
+    with own_network():
+        daemon = mooncake(quarantine_ms=100)
+        follower = LogFollower(daemon.log_path)
+        with prefill(daemon) as pair, decoder(pair, retries_max=0) as d:
+            ingest(pair, "first", d.push("first"))
+            epoch = pair.d.connect().epoch
+            set_loopback(is_up=False)
+            rests_ms: list[int] = []
+            failed = 0
+            while len(rests_ms) < 3:
+                result = d.push("s")
+                assert (result.ok, result.reason) == (False, Reason.TRANSFER_FAILED)
+                if result.slab_handle:
+                    failed += 1
+                    assert record(daemon, rec.SyncOutcome, result.slab_handle).reason == "transfer-failed"
+                elif result.retry_after_ms > max(rests_ms, default=0):
+                    # Refused before a slab was asked for; a longer rest than any before has begun.
+                    rests_ms.append(result.retry_after_ms)
+            assert failed >= 3
+            assert rests_ms[0] <= 100 and 100 < rests_ms[1] <= 200 < rests_ms[2] <= 400, rests_ms
+            set_loopback(is_up=True)
+            result = wait_for(lambda: push_once_rested(d), "the first push after the rest", PATIENCE_S)
+            ingest(pair, "s", result)
+            assert pair.d.connect().epoch == epoch
+            wait_for(pair.is_all_free, "every byte is free", PATIENCE_S)
+            check_books(pair, follower)
+
+
+def push_once_rested(d: Decoder) -> PushResult | None:
+    """Push; None: the peer rests still. Once it is tried it must be reached."""
+    result = d.push("s")
+    if result.slab_handle == 0:
+        assert result.retry_after_ms > 0, result
+        return None
+    return result
