@@ -132,6 +132,10 @@ class HostArena:
                 raise self._not_mapped("kept from children")
         return self._address
 
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: there is no GPU whose memory this would be."""
+        return contextlib.nullcontext()
+
     def _not_mapped(self, what: str) -> StartupError:
         return StartupError(
             f"arena {self.rank}: {format_bytes(self.size_bytes)} cannot be {what} "

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections import deque
 
-    from snapd.mapping import MappedArena
+    from snapd.mapping import AnyMappedArena
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -295,7 +295,7 @@ class Client(_Facts):
 
     def map_buffer(
         self, rank: int, writable: bool = False, *, timeout_s: float | None = None, populate: bool = True
-    ) -> "MappedArena":
+    ) -> "AnyMappedArena":
         """Map *rank*'s arena into this process; see ``snapd.mapping.map_arena``."""
         from snapd.mapping import map_arena
 
@@ -482,7 +482,7 @@ class AsyncClient(_Facts):
 
     async def map_buffer(
         self, rank: int, writable: bool = False, *, timeout_s: float | None = None, populate: bool = True
-    ) -> "MappedArena":
+    ) -> "AnyMappedArena":
         """Map *rank*'s arena into this process, in a thread; see ``snapd.mapping.map_arena``."""
         import asyncio
 

@@ -30,13 +30,14 @@ from snapd.core import records as r
 from snapd.core.machine import Machine
 from snapd.core.session import Settings
 from snapd.core.slab import SlabAllocator
+from snapd.cudaarena import CudaArena
 from snapd.errors import Reason, StartupError
 from snapd.eventlog import EventLog, LogSettings
 from snapd.executor import Executor
 from snapd.logrecovery import closing_records, read_open_attempts
 from snapd.notifications import Notifications
 from snapd.server import Server
-from snapd.service import ArenaAccess, Service
+from snapd.service import AnyArena, Service
 from snapd.timers import SystemClock
 from snapd.transport.base import ArenaOfferer
 from snapd.transport.shm import ShmOfferer
@@ -71,7 +72,7 @@ def settings_of(config: Config) -> Settings:
     return Settings(**{name: getattr(config, name) for name in Settings.__struct_fields__})
 
 
-def _machine(config: Config, arenas: dict[int, tuple[ArenaAccess, int]]) -> Machine:
+def _machine(config: Config, arenas: dict[int, tuple[AnyArena, int]]) -> Machine:
     return Machine(
         settings_of(config),
         {
@@ -131,7 +132,7 @@ async def _serve(config: Config) -> int:
         # First, because taking the memory may last, and what is wrong with Mooncake shows at once.
         offerer = _open_offerer(config)
         stack.callback(offerer.close)
-        arenas: dict[int, tuple[ArenaAccess, int]] = {}
+        arenas: dict[int, tuple[AnyArena, int]] = {}
         for arena in _open_arenas(config, memory):
             arenas[arena.rank] = (arena, offerer.register(arena))
         machine = _machine(config, arenas)
@@ -190,7 +191,7 @@ async def _drain(config: Config, executor: Executor) -> None:
 
 
 async def _write_started(
-    config: Config, log: EventLog, executor: Executor, arenas: dict[int, tuple[ArenaAccess, int]]
+    config: Config, log: EventLog, executor: Executor, arenas: dict[int, tuple[AnyArena, int]]
 ) -> None:
     """Write the first line of the epoch, then close what the former one left open."""
     try:
@@ -367,15 +368,15 @@ def _utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _open_arenas(config: Config, stack: contextlib.ExitStack) -> Iterator[HostArena]:
+def _open_arenas(config: Config, stack: contextlib.ExitStack) -> Iterator[AnyArena]:
     for wanted in config.arenas:
-        if wanted.device != "cpu":
-            raise StartupError(
-                f"arena {wanted.rank}: device {wanted.device} cannot be had by this version; use cpu"
+        arena: AnyArena
+        if wanted.device == "cpu":
+            arena = HostArena(
+                wanted.rank, wanted.size_bytes, hugepages=config.hugepages, prefault=config.prefault
             )
-        arena = HostArena(
-            wanted.rank, wanted.size_bytes, hugepages=config.hugepages, prefault=config.prefault
-        )
+        else:
+            arena = CudaArena(wanted.rank, wanted.device, wanted.size_bytes)
         stack.callback(arena.close)
         yield arena
 

@@ -1,5 +1,7 @@
 """Mapping an arena of the daemon into this process, by the file descriptor that it hands over.
 
+One on a GPU comes without a file descriptor; see ``cudamapping``.
+
 Source: design, sections 4 and 5.
 """
 
@@ -13,8 +15,11 @@ import weakref
 from contextlib import suppress
 from time import monotonic
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
+from snapd.cuda import CudaError
+from snapd.cudamapping import MappedCudaArena, open_cuda_arena
+from snapd.daemonlife import DaemonLife
 from snapd.errors import ConnectionLost, ProtocolError, RequestTimeout, SnapdError, error_for
 from snapd.exchange import HELLO_BYTES_MAX
 from snapd.links import READ_BYTES, unreachable
@@ -108,6 +113,35 @@ class MappedArena:
             raise ValueError(f"the mapping of arena {self.rank} is closed")
         return self._buffer
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Never: this memory outlives the daemon. What became of an attempt is told by its commit or vote."""
+        return False
+
+    def check_alive(self) -> None:
+        """Do nothing: this memory outlives the daemon."""
+
+    def hold(self) -> memoryview:
+        """Return what keeps it mapped.
+
+        Raises:
+            ValueError: it is closed.
+        """
+        return self.buffer
+
+    def copy_in(self, offset_bytes: int, source_address: int, size_bytes: int) -> None:
+        """Copy from memory of this process.
+
+        Raises:
+            ValueError: the arena is closed, or the bytes are not all inside.
+        """
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise ValueError(f"{size_bytes} bytes at {offset_bytes} leave an arena of {self.size_bytes}")
+        held = self.hold()  # Until the copy is done, whoever closes it meanwhile.
+        # Releases the interpreter lock while it copies.
+        ctypes.memmove(self.address + offset_bytes, source_address, size_bytes)
+        del held
+
     def close(self) -> None:
         """Let go of the memory. May be called twice."""
         self._buffer = None
@@ -121,6 +155,9 @@ class MappedArena:
         self.close()
 
 
+AnyMappedArena: TypeAlias = MappedArena | MappedCudaArena
+
+
 def map_arena(
     socket_path: str,
     rank: int,
@@ -128,8 +165,11 @@ def map_arena(
     timeout_s: float = 5.0,
     *,
     populate: bool = True,
-) -> MappedArena:
+) -> AnyMappedArena:
     """Map *rank*'s arena, asked for on a connection of its own.
+
+    One on a GPU is opened in the primary context of that GPU, the one that torch uses, and may be written
+    whatever was asked for.
 
     Args:
         socket_path: the daemon's.
@@ -145,12 +185,15 @@ def map_arena(
         ConnectionLost: the daemon hung up.
         RequestTimeout: no answer in time.
         ProtocolError: the answer is not of this protocol, or no file descriptor came with it.
-        MapFailed: the memory cannot be mapped.
+        MapFailed: the memory cannot be mapped; for a GPU, also that this process does not see it.
 
     Source: design, sections 4 and 5.
     """
     deadline_s = monotonic() + timeout_s
-    reply, fd = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)
+    reply, memory = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)
+    if isinstance(memory, DaemonLife):
+        return _open_on_gpu(reply, rank, memory)
+    fd = memory
     try:
         if reply.rank != rank:
             raise ProtocolError(f"asked for arena {rank}, and arena {reply.rank} came")
@@ -164,11 +207,28 @@ def map_arena(
     return MappedArena(rank, reply.size_bytes, writable, reply.epoch, address, populated_bytes)
 
 
+def _open_on_gpu(reply: MapBufferRep, rank: int, life: DaemonLife) -> MappedCudaArena:
+    assert reply.cuda is not None
+    try:
+        if reply.rank != rank:
+            raise ProtocolError(f"asked for arena {rank}, and arena {reply.rank} came")
+        return open_cuda_arena(rank, reply.size_bytes, reply.epoch, reply.cuda, life)
+    except CudaError as error:
+        life.close()
+        raise MapFailed(str(error)) from None
+    except BaseException:
+        life.close()
+        raise
+
+
 # --- asking ------------------------------------------------------------------------------------
 
 
-def _ask(path: str, request: MapBufferReq, deadline_s: float) -> tuple[MapBufferRep, int]:
-    """Return the reply and the file descriptor that came with it; the caller closes it."""
+def _ask(path: str, request: MapBufferReq, deadline_s: float) -> tuple[MapBufferRep, int | DaemonLife]:
+    """Return the reply and the file descriptor that came with it, or, for a GPU, who owns the memory.
+
+    The caller closes either.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             # With a timeout of Python's own, connect() would not wait for room in the accept queue.
@@ -190,9 +250,10 @@ def _ask(path: str, request: MapBufferReq, deadline_s: float) -> tuple[MapBuffer
                 raise error_for(reply.reason, reply.detail, reply.retry_after_ms)
             if not isinstance(reply, MapBufferRep) or reply.id != request.id:
                 raise ProtocolError(f"a {type(reply).__name__} answers {type(request).__name__}")
-            if len(fds) != 1:
-                raise ProtocolError(f"{len(fds)} file descriptors came with the reply, not 1")
-            return reply, fds.pop()
+            num_wanted = 0 if reply.cuda else 1
+            if len(fds) != num_wanted:
+                raise ProtocolError(f"{len(fds)} file descriptors came with the reply, not {num_wanted}")
+            return reply, (DaemonLife(sock) if reply.cuda else fds.pop())
         except TimeoutError:
             raise RequestTimeout(f"the daemon at {path} did not hand over the arena in time") from None
         finally:

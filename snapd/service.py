@@ -7,14 +7,16 @@ Source: design, section 5.
 
 import os
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from snapd import __version__
 from snapd import wire as w
+from snapd.arena import HostArena
 from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.machine import view_session
 from snapd.core.session import Session
+from snapd.cudaarena import CudaArena
 from snapd.errors import InvariantBroken, Reason
 from snapd.executor import Executor
 from snapd.layout import Layout
@@ -28,6 +30,8 @@ _SHOWN_LIMITS: Final = (
     "ready_ttl_ms", "lease_ms", "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max",
     "log_queue_lines_max", "log_rotate_bytes", "log_rotate_keep",
 )  # fmt: skip
+
+AnyArena: TypeAlias = HostArena | CudaArena
 
 
 class Caller(Protocol):
@@ -52,22 +56,6 @@ class Caller(Protocol):
         ...
 
 
-class ArenaAccess(Protocol):
-    """What the service needs to know of an arena."""
-
-    rank: int
-    size_bytes: int
-
-    @property
-    def device(self) -> str:
-        """``cpu`` or ``cuda:N``."""
-        ...
-
-    def open_fd(self, *, writable: bool) -> int:
-        """Return a new file descriptor."""
-        ...
-
-
 class Service:
     """Answers requests.
 
@@ -87,7 +75,7 @@ class Service:
         config: Config,
         epoch: str,
         executor: Executor,
-        arenas: dict[int, tuple[ArenaAccess, int]],
+        arenas: dict[int, tuple[AnyArena, int]],
         transport_address: str,
         log_statistics: Callable[[], w.LogStatistics],
         counts: Callable[[], tuple[int, int]],
@@ -240,6 +228,9 @@ class Service:
             caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_RANK, detail=detail))
             return
         arena = known[0]
+        if isinstance(arena, CudaArena):
+            caller.send(self._cuda_memory(request, arena))
+            return
         try:
             fd = arena.open_fd(writable=request.writable)
         except OSError as error:
@@ -255,6 +246,17 @@ class Service:
                 caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_STATE, detail=detail))
         finally:
             os.close(fd)
+
+    def _cuda_memory(self, request: w.MapBufferReq, arena: CudaArena) -> w.MapBufferRep:
+        return w.MapBufferRep(
+            id=request.id,
+            rank=request.rank,
+            size_bytes=arena.size_bytes,
+            epoch=self._epoch,
+            cuda=w.CudaMemory(
+                ipc_handle=arena.ipc_handle(), gpu_uuid=arena.gpu_uuid, device=arena.device
+            ),
+        )
 
     def _get(self, caller: Caller, request: w.GetReq) -> None:
         view = self._executor.machine.view(request.slab_handle)

@@ -371,18 +371,41 @@ class SnapshotFinalizeIngestReqOutput(msgspec.Struct, frozen=True, kw_only=True,
 
 
 class MapBufferReq(Request, frozen=True, kw_only=True):
-    """Hand over an arena's file descriptor. Asked on a connection of its own, as its last request."""
+    """Hand over an arena. Asked on a connection of its own, as its last request.
+
+    Attributes:
+        writable: for writing too. An arena on a GPU can be written in any case.
+    """
 
     rank: int
     writable: bool = False
 
 
+class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What opens an arena on a GPU in another process of the host.
+
+    Attributes:
+        ipc_handle: a CUDA IPC handle of 64 bytes.
+        gpu_uuid: which GPU: ``GPU-`` and 32 hexadecimal digits in five groups.
+        device: ``cuda:N`` as the daemon counts; another process may count otherwise.
+    """
+
+    ipc_handle: bytes
+    gpu_uuid: str
+    device: str
+
+
 class MapBufferRep(Reply, frozen=True, kw_only=True):
-    """The file descriptor comes with this frame (SCM_RIGHTS)."""
+    """The arena: its file descriptor comes with this frame (SCM_RIGHTS), unless it is on a GPU.
+
+    Attributes:
+        cuda: it is on a GPU, and no file descriptor comes.
+    """
 
     rank: int
     size_bytes: int
     epoch: str
+    cuda: CudaMemory | None = None
 
 
 class GetReq(HandleRequest, frozen=True, kw_only=True):

@@ -18,13 +18,12 @@ from snapd.units import format_bytes, format_ms
 PLAIN_EVERY_S: Final = 2.0
 FAULTS_SHOWN: Final = 10
 _BAR_CELLS: Final = 24
-_TRANSPORTS: Final = {"shm": "shm", "mooncake": "mooncake (tcp, loopback)"}
 
 
 def show_plan(console: Console, options: Options, plan: Plan) -> None:
     """Say what will be played, and what was done to the trace to make it fit."""
-    head = f"snapd demo: 1 daemon, {options.decoders} D processes, {RANKS} P ranks"
-    head += f", over {_TRANSPORTS[options.transport]}, seed {options.seed}"
+    head = f"snapd demo: 1 daemon, {options.decoders} D processes, {RANKS} P ranks, over "
+    head += f"{options.transport}, seed {options.seed}"
     _say(console, head + (", chaos" if options.chaos else ""), style="bold")
     times = f" (some of them {plan.rounds} times over)" if plan.rounds > 1 else ""
     _say(

@@ -50,6 +50,7 @@ def main(argument: str) -> int:
     """
     # With doctor gone, nobody would end a process that hangs.
     parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
     # A crash is expected here, and its core would hold an arena.

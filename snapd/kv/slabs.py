@@ -11,8 +11,9 @@ import ctypes
 import torch
 
 from snapd.client import Client
-from snapd.errors import InvalidRequest, StaleHandle
-from snapd.mapping import MappedArena
+from snapd.cudamapping import MappedCudaArena
+from snapd.errors import InvalidRequest, InvariantBroken, StaleHandle
+from snapd.mapping import AnyMappedArena, MappedArena
 from snapd.wire import RankGrant
 
 
@@ -52,10 +53,12 @@ class Slabs:
     def __init__(self, client: Client, *, writable: bool) -> None:
         self._client = client
         self._writable = writable
-        self._arenas: dict[int, MappedArena] = {}
+        self._arenas: dict[int, AnyMappedArena] = {}
 
-    def arena(self, rank: int, epoch: str) -> MappedArena:
+    def arena(self, rank: int, epoch: str) -> AnyMappedArena:
         """Return the arena of *rank* as it was in *epoch*.
+
+        One on a GPU whose daemon is gone is let go of, and asked for anew.
 
         Raises:
             StaleHandle: the daemon is in another epoch by now; nothing granted before may be touched.
@@ -63,7 +66,7 @@ class Slabs:
             ConnectionProblem: the daemon cannot be asked.
         """
         known = self._arenas.get(rank)
-        if known is not None and known.epoch == epoch:
+        if known is not None and known.epoch == epoch and not known.is_abandoned:
             return known
         if known is not None:
             del self._arenas[rank]
@@ -78,8 +81,9 @@ class Slabs:
     def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> list[torch.Tensor]:
         """Return the planes of a shard, K of all layers and then V of all layers.
 
-        Each is uint8 of shape [num_tokens * stride_bytes] and shares the arena's memory, which stays
-        mapped as long as there is a plane of it.
+        Each is uint8 of shape [num_tokens * stride_bytes], on the arena's device, and shares the arena's
+        memory, which stays mapped as long as there is a plane of it. On a GPU it is the daemon's: whoever
+        keeps planes for longer calls ``check_alive`` before every use.
 
         Raises:
             InvalidRequest: a plane lies outside the grant's extents, or those outside the arena.
@@ -91,6 +95,15 @@ class Slabs:
             for offset_bytes, size_bytes in plane_places(grant, num_tokens, arena.size_bytes)
         ]
 
+    def check_alive(self) -> None:
+        """Check that the memory of every mapped arena is still its daemon's.
+
+        Raises:
+            ConnectionLost: one lies on a GPU, and its daemon is gone.
+        """
+        for arena in self._arenas.values():
+            arena.check_alive()
+
     def close(self) -> None:
         """Let go of everything; what has planes still is unmapped after the last of them."""
         for arena in self._arenas.values():
@@ -98,11 +111,23 @@ class Slabs:
         self._arenas.clear()
 
 
-def _tensor(arena: MappedArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-    """Return *size_bytes* of an arena as a tensor.
+def _tensor(arena: AnyMappedArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    """Return *size_bytes* of an arena as a tensor."""
+    if isinstance(arena, MappedArena):
+        return _host_tensor(arena, offset_bytes, size_bytes)
+    return _gpu_tensor(arena, offset_bytes, size_bytes)
 
-    By address, as a buffer of a mapping that is read-only makes torch warn at every use.
-    """
+
+def _gpu_tensor(arena: MappedCudaArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    # The tensor keeps the view, and the view the mapping.
+    tensor = torch.as_tensor(arena.view(offset_bytes, size_bytes), device=arena.device)
+    if tensor.data_ptr() != arena.address + offset_bytes:
+        raise InvariantBroken(f"torch copied a plane of arena {arena.rank} instead of sharing it")
+    return tensor
+
+
+def _host_tensor(arena: MappedArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    # By address, as a buffer of a mapping that is read-only makes torch warn at every use.
     memory = (ctypes.c_uint8 * size_bytes).from_address(arena.address + offset_bytes)
     # The mapping goes with its last view; without one, a plane would outlive it.
     memory.view = arena.buffer  # type: ignore[attr-defined]

@@ -14,11 +14,11 @@ Source: design, section 7.
 
 import enum
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
 
-from snapd.arena import HostArena
 
 
 class Write(msgspec.Struct, frozen=True):
@@ -63,6 +63,21 @@ class Progress(msgspec.Struct, frozen=True):
         return self.state is not TicketState.RUNNING
 
 
+class ArenaMemory(Protocol):
+    """What a transport needs to know of an arena, on the host or on a GPU."""
+
+    rank: int
+    size_bytes: int
+
+    def map(self) -> int:
+        """Return where it starts in this process."""
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make the GPU that it lies on the calling thread's, if it lies on one."""
+        ...
+
+
 class ArenaOfferer(Protocol):
     """The daemon's side: registers arenas once, at start.
 
@@ -74,7 +89,7 @@ class ArenaOfferer(Protocol):
     name: str
     is_exit_drain_proof: bool
 
-    def register(self, arena: HostArena) -> int:
+    def register(self, arena: ArenaMemory) -> int:
         """Register an arena and return where its first byte is in the transport's address space.
 
         Raises:

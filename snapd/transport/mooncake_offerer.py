@@ -10,9 +10,10 @@ from typing import Final
 
 import structlog
 
-from snapd.arena import HostArena
+from snapd.cuda import CudaError
 from snapd.errors import ExtraMissing, StartupError, TransportError
 from snapd.mooncakeconfig import PEER_HANDSHAKE, MooncakeConfig
+from snapd.transport.base import ArenaMemory
 from snapd.transport.loopback import is_loopback, listening_inside_only
 from snapd.transport.mooncake_engine import MooncakeEngine
 from snapd.units import format_bytes
@@ -52,7 +53,7 @@ class MooncakeOfferer:
         self.is_exit_drain_proof = config.protocol == "nvlink_intra"
         self._config = config
         self._piece_bytes = piece_bytes
-        self._registered: list[int] = []
+        self._registered: list[tuple[ArenaMemory, int]] = []
         self._is_probed = False
         self.is_loopback_only = is_loopback(config.host)
         if config.metadata_server != PEER_HANDSHAKE:
@@ -71,7 +72,7 @@ class MooncakeOfferer:
         """Pieces of all arenas that are registered."""
         return len(self._registered)
 
-    def register(self, arena: HostArena) -> int:
+    def register(self, arena: ArenaMemory) -> int:
         """Map an arena, register it, and return its address: where writers' pointers start.
 
         Raises:
@@ -79,11 +80,11 @@ class MooncakeOfferer:
                 change. Nothing of the arena is registered then.
         """
         base = arena.map()
-        done: list[int] = []
+        done: list[tuple[ArenaMemory, int]] = []
         try:
             for offset_bytes, size_bytes in self._pieces(arena.size_bytes):
                 self._register_piece(arena, base + offset_bytes, size_bytes, offset_bytes)
-                done.append(base + offset_bytes)
+                done.append((arena, base + offset_bytes))
             self._probe()
         except StartupError:
             self._unregister(done)
@@ -93,13 +94,18 @@ class MooncakeOfferer:
 
     def _pieces(self, size_bytes: int) -> Iterator[tuple[int, int]]:
         piece_bytes = self._piece_bytes or size_bytes
+        if self._config.protocol == "nvlink_intra":
+            # A piece is shared by an IPC handle, which always opens the whole allocation.
+            piece_bytes = size_bytes
         for offset_bytes in range(0, size_bytes, piece_bytes):
             yield offset_bytes, min(piece_bytes, size_bytes - offset_bytes)
 
-    def _register_piece(self, arena: HostArena, address: int, size_bytes: int, offset_bytes: int) -> None:
+    def _register_piece(self, arena: ArenaMemory, address: int, size_bytes: int, offset_bytes: int) -> None:
         try:
-            self._engine.register(address, size_bytes)
-        except TransportError as error:
+            # On a GPU Mooncake looks at the memory from the device that is current in this thread.
+            with arena.current():
+                self._engine.register(address, size_bytes)
+        except (TransportError, CudaError) as error:
             raise StartupError(
                 f"arena {arena.rank}: the piece of {format_bytes(size_bytes)} at {format_bytes(offset_bytes)}"
                 f" of {format_bytes(arena.size_bytes)} cannot be registered with Mooncake ({error}): "
@@ -135,10 +141,11 @@ class MooncakeOfferer:
         except TransportError as error:
             _log.warning("the engine was not closed", error=str(error))
 
-    def _unregister(self, addresses: list[int]) -> None:
-        for address in reversed(addresses):
+    def _unregister(self, pieces: list[tuple[ArenaMemory, int]]) -> None:
+        for arena, address in reversed(pieces):
             try:
-                self._engine.unregister(address)
-            except TransportError as error:
+                with arena.current():
+                    self._engine.unregister(address)
+            except (TransportError, CudaError) as error:
                 # The process ends soon, and with it everything that is registered.
                 _log.warning("registration was not taken back", error=str(error))

@@ -1,4 +1,4 @@
-"""Shared memory: D maps the host arena and copies. Needs no extra package.
+"""Shared memory: D maps the arena, on the host or on a GPU of it, and copies. Needs no extra package.
 
 A copy is done when ``submit`` returns, so every ticket is final and drained at once. The exit of
 the process is drain proof as well: a mapping does not outlive it, and children do not inherit it.
@@ -6,25 +6,23 @@ the process is drain proof as well: a mapping does not outlive it, and children 
 Source: design, section 7.
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import Final
 
-from snapd.arena import HostArena
-from snapd.errors import TransportError
-from snapd.mapping import MappedArena
-from snapd.transport.base import Progress, TicketState, Write
+from snapd.errors import SnapdError, TransportError
+from snapd.mapping import AnyMappedArena
+from snapd.transport.base import ArenaMemory, Progress, TicketState, Write
 
 _DONE: Final = Progress(TicketState.DONE, is_drained=True)
 
 
 class ShmOfferer:
-    """The daemon's side. There is nothing to register: the file descriptor is all it takes."""
+    """The daemon's side. There is nothing to register: the control socket hands over all it takes."""
 
     name = "shm"
     is_exit_drain_proof = True
 
-    def register(self, arena: HostArena) -> int:
+    def register(self, arena: ArenaMemory) -> int:
         """Return 0: a target pointer is an offset into the arena."""
         del arena
         return 0
@@ -45,7 +43,7 @@ class ShmWriter:
         base_ptr: where the daemon says it starts.
     """
 
-    def __init__(self, arena: MappedArena, base_ptr: int = 0) -> None:
+    def __init__(self, arena: AnyMappedArena, base_ptr: int = 0) -> None:
         self._arena = arena
         self._base_ptr = base_ptr
         self._tickets: set[int] = set()
@@ -58,11 +56,13 @@ class ShmWriter:
         """Copy, and return a ticket that is final already.
 
         Raises:
-            TransportError: a write is outside the arena, or the arena is closed; nothing was copied.
+            TransportError: a write is outside the arena, the arena is closed, or its daemon is gone; nothing
+                was copied. Or a copy failed.
         """
         try:
-            mapped = self._arena.buffer  # Held until the copies are done, whoever closes it meanwhile.
-        except ValueError as error:
+            held = self._arena.hold()  # Until the copies are done, whoever closes it meanwhile.
+            self._arena.check_alive()
+        except (ValueError, SnapdError) as error:
             raise TransportError(str(error)) from None
         for write in writes:
             start = write.target_ptr - self._base_ptr
@@ -71,11 +71,13 @@ class ShmWriter:
                     f"a write of {write.size_bytes} bytes at {start} is outside an arena of "
                     f"{self._arena.size_bytes} bytes"
                 )
-        for write in writes:
-            target = self._arena.address + write.target_ptr - self._base_ptr
-            # Releases the interpreter lock while it copies.
-            ctypes.memmove(target, write.source_address, write.size_bytes)
-        del mapped
+        try:
+            for write in writes:
+                start = write.target_ptr - self._base_ptr
+                self._arena.copy_in(start, write.source_address, write.size_bytes)
+        except (ValueError, SnapdError) as error:
+            raise TransportError(f"a copy failed: {error}") from None
+        del held
         self._last_ticket += 1
         self._tickets.add(self._last_ticket)
         return self._last_ticket

@@ -203,7 +203,9 @@ def test_a_child_that_crashes_is_noticed_at_once(fault: str, who: str, fake_moon
 )
 def test_what_mooncake_refuses_is_passed_on(fault: str, wanted: str, fake_mooncake: UseFake) -> None:
     fake_mooncake(fault)
-    assert wanted in failure()
+    said = failure()
+    assert wanted in said
+    assert "ended with status" not in said
 
 
 def test_no_child_is_left_behind(fake_mooncake: UseFake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,14 +42,14 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @contextlib.contextmanager
-def stopped(process: subprocess.Popen[Any]) -> Iterator[None]:
+def stopped(pid: int) -> Iterator[None]:
     """Inside, the process stands still."""
-    process.send_signal(signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: _state(process.pid) == "T", "the process is stopped")
+        wait_for(lambda: _state(pid) == "T", "the process is stopped")
         yield
     finally:
-        process.send_signal(signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
 def _state(pid: int) -> str:
@@ -96,16 +96,27 @@ def rogue(pair: Pair, session_id: str = "rogue") -> Iterator[Rogue]:
         end(started.process)
 
 
-def num_tcp_sockets(daemon: Any) -> int:
-    """Return how many TCP sockets the daemon has open."""
+def tcp_sockets(daemon: Any) -> list[list[str]]:
+    """Return what the kernel shows of each TCP socket that the daemon has open."""
     directory = Path(f"/proc/{daemon.process.pid}")
     tables = [(directory / "net" / name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    inodes = {f"socket:[{line.split()[9]}]" for lines in tables for line in lines}
-    count = 0
+    by_inode = {f"socket:[{line.split()[9]}]": line.split() for lines in tables for line in lines}
+    found = []
     for entry in (directory / "fd").iterdir():
         with contextlib.suppress(OSError):
-            count += os.readlink(entry) in inodes
-    return count
+            if (line := by_inode.get(os.readlink(entry))) is not None:
+                found.append(line)
+    return found
+
+
+def num_tcp_sockets(daemon: Any) -> int:
+    return len(tcp_sockets(daemon))
+
+
+def unread_bytes(daemon: Any) -> int:
+    """Return how much lies in the daemon's TCP sockets."""
+    listening = "0A"  # There it counts connections.
+    return sum(int(line[4].partition(":")[2], 16) for line in tcp_sockets(daemon) if line[3] != listening)
 
 
 class Watcher:

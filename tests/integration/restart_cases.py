@@ -1,14 +1,20 @@
 """A D over Mooncake in a process of its own, told what to do, and networks in which ports come again."""
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import itertools
 import os
+import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -17,7 +23,7 @@ import msgspec
 import pytest
 from daemon_process import clean_environment
 from kv_cases import HERE, PATIENCE_S, Pair, records
-from late_cases import WIDE, end, end_with_the_tests
+from late_cases import WIDE, end_with_the_tests
 from raw_client import log_events, wait_for
 
 from snapd.core import records as rec
@@ -25,7 +31,7 @@ from snapd.kv.push import PushResult
 from snapd.layout import Namespace
 from snapd.units import KIB, MIB
 
-NUM_SLOTS = 1_024
+NUM_SLOTS = 384
 PIECE_BYTES = 64 * KIB
 IN_FLIGHT_BYTES_MAX = 4 * PIECE_BYTES
 RING_BYTES = 8 * PIECE_BYTES
@@ -35,7 +41,25 @@ HELD_PIECES = 5
 TOKENS = tuple(range(NUM_TOKENS))
 # Mooncake's own patience, in D: 30 s unless set.
 SHORT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_TCP_STATUS_TIMEOUT_SEC": "1"}
+# Longer than D waits for the daemon's answer.
+TOLD_S = 2 * PATIENCE_S
 _tenants = itertools.count()
+
+
+class AskedFor(msgspec.Struct, frozen=True, kw_only=True):
+    """A D.
+
+    Attributes:
+        socket_path: the daemon's.
+        tenant: of its namespace.
+        retries_max: see ``PushSettings``.
+        network: a path to the network namespace that it shall enter; empty: none.
+    """
+
+    socket_path: str
+    tenant: str
+    retries_max: int
+    network: str = ""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,16 +78,41 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What D says: ``begun``, ``held``, ``write-failed`` or ``result``."""
+    """What D says: ``begun``, ``held``, ``write-failed`` or ``result``.
+
+    Attributes:
+        is_drained: the write that failed cannot land any more.
+        target_ptr, size_bytes: where it went.
+    """
 
     event: str
+    pid: int = 0
     is_drained: bool = True
-    detail: str = ""
+    target_ptr: int = 0
+    size_bytes: int = 0
     result: PushResult | None = None
 
 
+@functools.cache
+def _nursery() -> str:
+    """Start ``restart_child``, once in this process, and return where it is spoken to."""
+    directory = tempfile.mkdtemp(prefix="snapd-")
+    atexit.register(shutil.rmtree, directory)
+    path = f"{directory}/d.sock"
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "restart_child.py"), path],
+        stdin=subprocess.DEVNULL, env=clean_environment(), preexec_fn=end_with_the_tests,
+    )  # fmt: skip
+    atexit.register(process.kill)
+    wait_for(Path(path).exists, "Ds can be had", PATIENCE_S)
+    return path
+
+
 class Decoder:
-    """``restart_child`` in a process of its own: one Pusher, one engine, as long as it lives.
+    """A process of ``restart_child``: one Pusher, one engine, as long as it lives.
+
+    Attributes:
+        pid: its process.
 
     Args:
         pair: P, whose D it stands for.
@@ -72,26 +121,37 @@ class Decoder:
 
     def __init__(self, pair: Pair, retries_max: int) -> None:
         self._pair = pair
-        self.process = subprocess.Popen(
-            [
-                sys.executable, str(HERE / "restart_child.py"), str(pair.daemon.socket_path),
-                pair.pusher.layout.namespace.tenant, str(retries_max),
-            ],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests,
-            env=clean_environment() | SHORT,
-        )  # fmt: skip
-        self.hear("begun")
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sock.settimeout(TOLD_S)
+        path = _nursery()
+        wait_for(lambda: self._sock.connect_ex(path) == 0, "a D can be had", PATIENCE_S)
+        self._lines = self._sock.makefile("r")
+        asked_for = AskedFor(
+            socket_path=str(pair.daemon.socket_path),
+            tenant=pair.pusher.layout.namespace.tenant,
+            retries_max=retries_max,
+            network=f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net" if _is_inside[0] else "",
+        )
+        self._say(msgspec.json.encode(asked_for).decode())
+        self.pid = self.hear("begun").pid
 
     def hear(self, event: str) -> Told:
         """Return the next thing of this kind that it says; writes that fail are passed over."""
-        assert self.process.stdout is not None
         while True:
-            line = self.process.stdout.readline()
+            line = self._lines.readline()
             assert line, "D has ended"
             told = msgspec.json.decode(line, type=Told)
             if told.event == event:
                 return told
             assert told.event == "write-failed", told
+
+    def end(self) -> None:
+        """Kill it, and wait until it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{self.pid}").exists(), "D is gone", PATIENCE_S)
+        self._lines.close()
+        self._sock.close()
 
     def ask(self, session_id: str, **fields: Any) -> None:
         """Have it begin a push; P's side takes note of what it must find."""
@@ -115,9 +175,7 @@ class Decoder:
         return self.result()
 
     def _say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        self._sock.sendall(line.encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -126,7 +184,7 @@ def decoder(pair: Pair, retries_max: int = 3) -> Iterator[Decoder]:
     try:
         yield started
     finally:
-        end(started.process)
+        started.end()
 
 
 @contextlib.contextmanager
@@ -174,8 +232,9 @@ def hold(pair: Pair, d: Decoder, session_id: str, **fields: Any) -> int:
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x4000_0000
-_SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914
+_SIOCSIFFLAGS, _SIOCSIFADDR = 0x8914, 0x8916
 _IFF_UP = 1
+_is_inside = [False]
 _NO_TIME_WAIT = Path("/proc/sys/net/ipv4/tcp_max_tw_buckets")
 
 
@@ -189,23 +248,33 @@ def own_network() -> Iterator[None]:
         if _LIBC.unshare(_CLONE_NEWNET) != 0:
             pytest.skip(f"no network namespace of its own: {os.strerror(ctypes.get_errno())}")
         try:
-            set_loopback(is_up=True)
+            _set_up()
             try:
                 _NO_TIME_WAIT.write_text("0")
             except OSError as error:
                 pytest.skip(f"{_NO_TIME_WAIT} cannot be written: {error}")
+            _is_inside[0] = True
             yield
         finally:
-            assert _LIBC.setns(before.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            _is_inside[0] = False
+            enter_network(before.fileno())
 
 
-def set_loopback(*, is_up: bool) -> None:
-    """Take the loopback of this network up or down: what is on the way is lost, and may be sent again."""
+def enter_network(fd: int) -> None:
+    """Have this thread, and what it starts, use another network."""
+    assert _LIBC.setns(fd, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+
+
+def _set_up() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("16sH", b"lo", 0)
-        (_, flags) = struct.unpack_from("16sH", fcntl.ioctl(sock, _SIOCGIFFLAGS, request + bytes(22)))
-        flags = flags | _IFF_UP if is_up else flags & ~_IFF_UP
-        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sH", b"lo", flags) + bytes(22))
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))
+
+
+def set_loopback(*, is_there: bool) -> None:
+    """Give this network its address back or take it away: then nobody is reached any more, nor answered."""
+    address = socket.inet_aton("127.0.0.1" if is_there else "0.0.0.0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCSIFADDR, struct.pack("16sHH4s16x", b"lo", socket.AF_INET, 0, address))
 
 
 # Each is as good as even.

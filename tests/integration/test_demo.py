@@ -24,17 +24,18 @@ from snapd.config import load_config
 from snapd.demo import messages as m
 from snapd.demo.cache import PagedCache
 from snapd.demo.chaos import STRUCK_PUSHES, Chaos
-from snapd.demo.decoder import Decoder
+from snapd.demo.decoder import Decoder, _Push
 from snapd.demo.logfacts import LogFacts
 from snapd.demo.memory import create_pool_memory
 from snapd.demo.orchestrator import _config
 from snapd.demo.plan import PAGE_SIZE_TOKENS, RANKS, TOKEN_BYTES, NotEnoughMemory, check_memory, make_plan
-from snapd.demo.result import cross_check
+from snapd.demo.result import cross_check, make_result
 from snapd.demo.session import SessionRun
 from snapd.demo.stage import Options, Seat, Stage, Tally
 from snapd.demo.trace import TraceError, chain_sessions, default_trace_path, read_trace
 from snapd.demo.workers import DemoError
 from snapd.errors import Reason
+from snapd.kv.push import PushResult
 from snapd.units import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -66,10 +67,7 @@ def demo(*arguments: str, fault: str = "", **variables: str) -> tuple[int, dict[
     return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
 
 
-@pytest.fixture(scope="module")
-def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of six sessions of three turns."""
-    path = tmp_path_factory.mktemp("trace") / "small.jsonl"
+def write_trace(path: Path, sessions: int, turns: int) -> Path:
     lines = [
         {
             "timestamp": 1000 * turn + 50 * session,
@@ -77,11 +75,17 @@ def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "output_length": 512,
             "hash_ids": [100 * session + block for block in range(2 * (turn + 1))],
         }
-        for turn in range(3)
-        for session in range(6)
+        for turn in range(turns)
+        for session in range(sessions)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+@pytest.fixture(scope="module")
+def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of six sessions of three turns."""
+    return write_trace(tmp_path_factory.mktemp("trace") / "small.jsonl", 6, 3)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +185,12 @@ def test_finalize_without_retries_gives_up_and_says_so() -> None:
 
 
 @pytest.fixture(scope="module")
-def mooncake_chaos(small_trace: Path) -> tuple[int, dict[str, Any], str]:
-    """What a run with chaos over Mooncake came to."""
+def mooncake_chaos(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
+    """What a run with chaos over Mooncake came to. No turn is left for a lease that runs out."""
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    arguments = ("--transport", "mooncake", "--total", "32MiB", "--trace", str(small_trace))
-    return demo(*arguments, "--chaos", "--seed", "5")
+    trace_path = write_trace(tmp_path_factory.mktemp("chaos") / "tiny.jsonl", 2, 3)
+    arguments = ("--transport", "mooncake", "--total", "16MiB", "--trace", str(trace_path))
+    return demo(*arguments, "--chaos", "--seed", "2")
 
 
 @pytest.mark.slow
@@ -230,6 +235,9 @@ def test_bytes_of_a_d_that_was_killed_over_mooncake_wait_for_their_time(
         assert any(other.session_id == incident["session_id"] for other in facts.ingested)
     assert result["quarantined_bytes"] >= held_bytes
     assert "quarantine, time" in messages
+    config = load_config(Path(result["log"]).with_name("snapd.toml"), {}, {})
+    longest_bytes = max(incident["total_bytes"] for incident in killed) // RANKS
+    assert all(arena.size_bytes >= STRUCK_PUSHES * longest_bytes for arena in config.arenas)
 
 
 @pytest.mark.slow
@@ -502,6 +510,16 @@ def test_tally_and_trees_that_differ_from_the_log_are_faults(
     assert not any("bytes leaked" in fault for fault in faults)
 
 
+@pytest.mark.slow
+def test_summary_tells_what_was_counted(plain_run: tuple[int, dict[str, Any], str]) -> None:
+    facts = LogFacts(Path(plain_run[1]["log"]))
+    plan = make_plan(read_trace(default_trace_path()), total_bytes=128 * MIB, decoders=2)
+    tally = Tally(retried_pieces=3, undrained_commits=2)
+    result = make_result(plan, facts, tally, [], [], [], play_s=1.0, wall_s=2.0, seed=1, log="")
+    assert (result.retried_pieces, result.undrained_commits) == (3, 2)
+    assert result.quarantined_bytes == facts.quarantined_bytes
+
+
 class _Books:
     """A stand-in for the daemon's statistics: what the checks look at, and no more."""
 
@@ -634,29 +652,67 @@ def test_d_without_commands_looks_after_writes_of_a_push_that_has_ended(daemon_o
             assert time.monotonic() < deadline_s, "nobody looked"
 
 
-def test_d_that_cannot_push_ends_the_demo_with_its_reason(small_trace: Path, tmp_path: Path) -> None:
-    class Worker:
-        name = "D 0"
+def test_d_says_what_became_of_writes_that_failed(daemon_of_two: DaemonProcess) -> None:
+    with RunningDecoder(daemon_of_two.socket_path) as worker:
+        push = _Push(push_turn(7, pace_ms=0), refusals=2)
+        worker.decoder._pushes.append(push)
+        result = PushResult(ok=False, reason=Reason.TRANSFER_FAILED, retried_pieces=3, drained=False)
+        worker.decoder._finish(push, result)
+        assert worker.hear() == m.PushEnded(
+            id=7, ok=False, reason=Reason.TRANSFER_FAILED, refusals=2, retried_pieces=3, drained=False
+        )
 
-        def tell(self, command: m.ToWorker) -> None:
-            del command
 
-        async def call(self, command: m.ToWorker, answer_type: type[m.FromWorker]) -> m.FromWorker:
-            del command
-            if answer_type is m.Decoded:
-                return m.Decoded(num_bytes=0)
-            return m.PushEnded(ok=False, reason=Reason.TRANSFER_FAILED, detail="no engine")
+class ScriptedWorker:
+    """D and P at once, with its answers to pushes; whoever asks more of it hears that it failed."""
 
-    plan = make_plan(read_trace(small_trace), total_bytes=16 * MIB, decoders=2)
-    worker: Any = Worker()
+    name = "D 0"
 
-    async def play() -> None:
+    def __init__(self, *answers: m.PushEnded) -> None:
+        self._answers = list(answers)
+
+    def tell(self, command: m.ToWorker) -> None:
+        """Take a command that is not answered."""
+
+    async def call(self, command: m.ToWorker, answer_type: type[m.FromWorker]) -> m.FromWorker:
+        """Answer."""
+        if answer_type is m.Decoded:
+            return m.Decoded(num_bytes=0)
+        if isinstance(command, m.PushTurn) and self._answers:
+            return self._answers.pop(0)
+        raise DemoError("that is all")
+
+
+def play_first_session(trace_path: Path, *answers: m.PushEnded) -> tuple[Tally, str]:
+    """Play the first session with a scripted D until it fails; return what was counted, and the error."""
+    plan = make_plan(read_trace(trace_path), total_bytes=16 * MIB, decoders=2)
+    worker: Any = ScriptedWorker(*answers)
+    client: Any = None
+
+    async def play() -> tuple[Tally, str]:
         seat = Seat(0, worker, plan.decoder_slots)
         seat.is_up.set()
-        options = Options(trace_path=small_trace, out_dir=tmp_path, total_bytes=16 * MIB)
-        client: Any = None
+        options = Options(trace_path=trace_path, out_dir=trace_path.parent, total_bytes=16 * MIB)
         stage = Stage(options, plan, client, [seat], [worker] * RANKS)
-        await SessionRun(stage, Chaos(plan, 1, is_on=False), plan.sessions[0], 1_000).run()
+        with pytest.raises(DemoError) as caught:
+            await SessionRun(stage, Chaos(plan, 1, is_on=False), plan.sessions[0], 1_000).run()
+        return stage.tally, str(caught.value)
 
-    with pytest.raises(DemoError, match="D 0 cannot push: no engine"):
-        asyncio.run(play())
+    return asyncio.run(play())
+
+
+def test_d_that_cannot_push_ends_the_demo_with_its_reason(small_trace: Path) -> None:
+    ended = m.PushEnded(ok=False, reason=Reason.TRANSFER_FAILED, detail="no engine")
+    _, error = play_first_session(small_trace, ended)
+    assert error == "D 0 cannot push: no engine"
+
+
+def test_writes_that_failed_are_counted(small_trace: Path) -> None:
+    failed = m.PushEnded(
+        ok=False, reason=Reason.TRANSFER_FAILED, slab_handle=5, retried_pieces=3, drained=False
+    )
+    done = m.PushEnded(ok=True, reason=Reason.OK, slab_handle=6, retried_pieces=1, drained=False)
+    tally, error = play_first_session(small_trace, failed, done)
+    assert error == "that is all"
+    assert (tally.retried_pieces, tally.undrained_commits) == (4, 1)
+    assert tally.pushes_again == 1

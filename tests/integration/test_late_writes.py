@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kv_cases import PATIENCE_S, TOKENS, Pair, paired, record, records
+from kv_cases import PATIENCE_S, TOKENS, Pair, child, paired, record, records
 from late_cases import (
     HOUR_MS,
     ROGUE_BYTES,
@@ -16,20 +16,23 @@ from late_cases import (
     check_books,
     overlap,
     rogue,
+    stopped,
 )
 from raw_client import LogFollower, wait_for
+from restart_cases import Decoder, Told, decoder, hold, ingest, prefill
 
 from snapd.core import records as rec
 from snapd.core.events import State
 from snapd.errors import Reason
 from snapd.kv.ingest import IngestJob
+from snapd.layout import Namespace
 from snapd.units import MIB
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
 StartDaemon = Callable[..., Any]
 ARENA_BYTES = 4 * MIB
-NUM_SLOTS = 1_024
+NUM_SLOTS = 384
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def supersede(pair: Pair, late: Rogue) -> None:
 ENDINGS: dict[Reason, tuple[Callable[[Pair, Rogue], None], dict[str, object]]] = {
     Reason.CLIENT_ABORT: (abort_by_operator, {}),
     # Long beside a push on a busy machine, as the others have the same.
-    Reason.TRANSFER_TIMEOUT: (await_timeout, {"transfer_timeout_ms": 1_500}),
+    Reason.TRANSFER_TIMEOUT: (await_timeout, {"transfer_timeout_ms": 3_000}),
     Reason.SUPERSEDED: (supersede, {}),
 }
 
@@ -195,3 +198,115 @@ def test_without_verification_the_late_bytes_would_be_in_the_pool(mooncake: Star
                 pair.check()
     finally:
         pair.close()
+
+
+# --- D or the daemon stands still ---------------------------------------------------------------------
+
+
+def let_a_write_fail(pair: Pair, d: Decoder) -> tuple[int, Told]:
+    """Stop the daemon in the middle of a push until D has seen a write fail; return its handle and the write.
+
+    The write was not there then; it is when this returns.
+    """
+    handle = hold(pair, d, "s")
+    base_ptr = pair.d.connect().arenas[0].base_ptr
+    with pair.ps[0].map_buffer(0) as arena:
+
+        def is_there(told: Told) -> bool:
+            start = told.target_ptr - base_ptr
+            return any(arena.buffer[start : start + told.size_bytes])
+
+        with stopped(pair.daemon.process.pid):
+            d.go_on()
+            told = d.hear("write-failed")
+            assert not is_there(told)
+        wait_for(lambda: is_there(told), "it lands late", PATIENCE_S)
+    return handle, told
+
+
+def test_a_write_that_failed_lands_late_and_meets_quarantined_bytes(mooncake: StartDaemon) -> None:
+    """What D says when it gives up is no drain proof."""
+    daemon = mooncake(quarantine_ms=HOUR_MS)
+    follower = LogFollower(daemon.log_path)
+    with prefill(daemon) as pair, decoder(pair, retries_max=0) as d:
+        handle, told = let_a_write_fail(pair, d)
+        assert not told.is_drained
+        result = d.result()
+        assert (result.ok, result.reason, result.drained) == (False, Reason.TRANSFER_FAILED, False)
+        held = record(daemon, rec.SlabQuarantined, handle)
+        assert (held.why, held.extents) == ("undrained", record(daemon, rec.SlabAllocated, handle).extents)
+        assert record(daemon, rec.SyncOutcome, handle).reason == Reason.TRANSFER_FAILED
+        again = d.push("s")
+        assert not overlap(record(daemon, rec.SlabAllocated, again.slab_handle).extents, held.extents)
+        ingest(pair, "s", again)
+        check_books(pair, follower)
+        assert not records(daemon, rec.SlabReleased, handle)
+
+
+def test_a_piece_that_was_written_again_is_ingested_and_its_slab_is_quarantined(
+    mooncake: StartDaemon,
+) -> None:
+    """The first try may land after the commit: with the same bytes, and before others own the place."""
+    daemon = mooncake(quarantine_ms=HOUR_MS)
+    follower = LogFollower(daemon.log_path)
+    with prefill(daemon) as pair, decoder(pair, retries_max=3) as d:
+        handle, _ = let_a_write_fail(pair, d)
+        result = d.result()
+        assert (result.ok, result.drained) == (True, False) and result.retried_pieces > 0
+        ingest(pair, "s", result)
+        assert pair.view(handle).state is State.INGESTED
+        held = record(daemon, rec.SlabQuarantined, handle)
+        assert (held.why, held.extents) == ("undrained", record(daemon, rec.SlabAllocated, handle).extents)
+        check_books(pair, follower)
+        assert not records(daemon, rec.SlabReleased, handle)
+        ingest(pair, "next", d.push("next", seed=8))
+
+
+def test_a_d_that_stands_still_is_waited_for_in_quarantine_until_it_gives_proof(
+    mooncake: StartDaemon,
+) -> None:
+    daemon = mooncake(quarantine_ms=HOUR_MS, transfer_timeout_ms=2_000)
+    follower = LogFollower(daemon.log_path)
+    with prefill(daemon) as pair, decoder(pair) as d:
+        handle = hold(pair, d, "s")
+        with stopped(d.pid):
+            wait_for(lambda: pair.view(handle).state is State.ABORTED, "the timeout", PATIENCE_S)
+            assert record(daemon, rec.SlabQuarantined, handle).why == "undrained"
+            check_books(pair, follower)
+            assert not records(daemon, rec.SlabReleased, handle)
+        d.go_on()
+        result = d.result()
+        assert (result.ok, result.reason) == (False, Reason.TRANSFER_TIMEOUT)
+        released = record(daemon, rec.SlabReleased, handle)
+        assert (released.was, released.why) == ("quarantined", "drained")
+        assert pair.is_all_free()
+
+
+# --- D is gone ----------------------------------------------------------------------------------------
+
+
+def test_over_tcp_the_exit_of_d_is_no_drain_proof(mooncake: StartDaemon) -> None:
+    daemon = mooncake(quarantine_ms=300)
+    with prefill(daemon) as pair:
+        with decoder(pair) as d:
+            handle = hold(pair, d, "s")
+        assert record(daemon, rec.SyncOutcome, handle).reason == Reason.WRITER_GONE
+        held = record(daemon, rec.SlabQuarantined, handle)
+        assert held.why == "undrained"
+        released = record(daemon, rec.SlabReleased, handle)
+        assert (released.was, released.why) == ("quarantined", "time")
+        assert released.at_ns >= held.until_ns
+        assert pair.is_all_free()
+
+
+def test_over_shared_memory_it_is(start_daemon: StartDaemon) -> None:
+    """The contrast: a mapping does not outlive its process."""
+    daemon = start_daemon(quarantine_ms=HOUR_MS)
+    with paired(daemon, namespace=Namespace()) as pair:
+        with child(daemon, "s", num_tokens=80, steps=2) as d:
+            handle = d.handle
+        assert record(daemon, rec.SyncOutcome, handle).reason == Reason.WRITER_GONE
+        released = record(daemon, rec.SlabReleased, handle)
+        assert (released.was, released.why) == ("live", "writer-gone")
+        assert not records(daemon, rec.SlabQuarantined, handle)
+        assert pair.is_all_free()

@@ -1,6 +1,7 @@
 """Pushes through a staging ring, over writers with faults and a daemon that records what it is told."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,8 +37,13 @@ PATIENCE_STEPS = 10_000
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
     torch.manual_seed(0)
+    # The copies are small: threads would only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Stage:

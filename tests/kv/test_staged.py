@@ -1,7 +1,7 @@
 """A shard in pieces: the bytes and sums of a gather, in as few and as long pieces as there can be."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -22,8 +22,13 @@ POISON = 0xA5
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
     torch.manual_seed(0)
+    # The copies are small: threads would only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[None, 2048], ids=["whole chunks", "small chunks"])

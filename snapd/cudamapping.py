@@ -1,0 +1,221 @@
+"""Mapping an arena that lies on a GPU into this process, by the CUDA IPC handle that the daemon hands over.
+
+CUDA knows no mapping for reading only: whoever opens the handle can write. What is read is compared with
+checksums all the same, so a stray write is noticed.
+
+Source: design, sections 4 and 5.
+"""
+
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Final, Self
+
+import structlog
+
+from snapd import cuda
+from snapd.cuda import CudaError
+from snapd.daemonlife import DaemonLife
+from snapd.errors import ConnectionLost, ProtocolError
+from snapd.units import format_bytes
+from snapd.wire import CudaMemory
+
+_log: Final = structlog.get_logger("snapd.cudamapping")
+
+
+class Opening:
+    """An allocation of another process, opened here; closed after the last reference to this object.
+
+    Attributes:
+        address: of the first byte in this process.
+        size_bytes: of the allocation.
+        context: of the GPU that it lies on.
+    """
+
+    def __init__(self, context: cuda.Context, handle: bytes) -> None:
+        self.context = context
+        try:
+            self.address, self.size_bytes = context.open_ipc(handle)
+        except CudaError:
+            context.release()
+            raise
+        finalizer = weakref.finalize(self, _close, context, self.address, os.getpid())
+        finalizer.atexit = False  # At exit a thread may still use it; the driver closes it then.
+
+
+# One for each handle of a life of the daemon, as long as anything of it is used.
+_openings: Final["weakref.WeakValueDictionary[tuple[bytes, str], Opening]"] = weakref.WeakValueDictionary()
+# A collection of garbage may close one while another is being opened by the same thread.
+_lock: Final = threading.RLock()
+
+
+def _close(context: cuda.Context, address: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # In a forked child CUDA cannot be used, and what is open is the parent's.
+    with _lock:
+        for step in (lambda: context.close_ipc(address), context.release):
+            try:
+                step()
+            except CudaError as error:
+                _log.warning("an arena on a GPU was not closed cleanly", error=str(error))
+
+
+class CudaBytes:
+    """Bytes of an arena on a GPU, for ``torch.as_tensor`` and others that know the interface.
+
+    They stay mapped as long as this object is there, and a tensor made of it keeps it.
+    """
+
+    def __init__(self, opening: Opening, offset_bytes: int, size_bytes: int) -> None:
+        self._opening = opening
+        self.__cuda_array_interface__: Final[dict[str, Any]] = {
+            "version": 3,
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (opening.address + offset_bytes, False),
+            "strides": None,
+            "stream": None,
+        }
+
+
+class MappedCudaArena:
+    """One rank's arena on a GPU, in this process. See ``mapping.MappedArena`` for one on the host.
+
+    It stays open until it is closed and no ``view`` of it, nor a tensor made of one, is left. A forked child
+    cannot use it. Once the daemon is gone the memory is nobody's: ``check_alive`` before every use.
+
+    Attributes:
+        rank: whose arena.
+        size_bytes: of the arena.
+        epoch: the life of the daemon that owns it.
+        address: of the first byte, on the GPU, as this process sees it.
+        device: ``cuda:N`` as this process counts.
+        writable: always, whatever was asked for.
+    """
+
+    writable: Final = True
+
+    def __init__(self, rank: int, size_bytes: int, epoch: str, opening: Opening, life: DaemonLife) -> None:
+        self.rank = rank
+        self.size_bytes = size_bytes
+        self.epoch = epoch
+        self.address = opening.address
+        self.device = opening.context.gpu.device
+        self._opening: Opening | None = opening
+        self._life = life
+
+    @property
+    def is_abandoned(self) -> bool:
+        """The daemon that owns it is gone, or this mapping is closed."""
+        return self._life.is_over
+
+    def check_alive(self) -> None:
+        """Check that the daemon that owns it lives.
+
+        Raises:
+            ConnectionLost: it does not; nothing of the arena may be read or written any more.
+        """
+        if self.is_abandoned:
+            raise ConnectionLost(f"the daemon is gone, and arena {self.rank} on {self.device} with it")
+
+    def hold(self) -> Opening:
+        """Return what keeps it mapped.
+
+        Raises:
+            ValueError: it is closed.
+            CudaError: this is a forked child.
+        """
+        if self._opening is None:
+            raise ValueError(f"the mapping of arena {self.rank} is closed")
+        self._opening.context.check_process()
+        return self._opening
+
+    def view(self, offset_bytes: int, size_bytes: int) -> CudaBytes:
+        """Return *size_bytes* of it from *offset_bytes* on.
+
+        Raises:
+            ValueError: it is closed, or they are not all inside.
+            CudaError: this is a forked child.
+        """
+        self.check_range(offset_bytes, size_bytes)
+        return CudaBytes(self.hold(), offset_bytes, size_bytes)
+
+    def check_range(self, offset_bytes: int, size_bytes: int) -> None:
+        """Check that bytes are inside.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise ValueError(f"{size_bytes} bytes at {offset_bytes} leave an arena of {self.size_bytes}")
+
+    def copy_in(self, offset_bytes: int, source_address: int, size_bytes: int) -> None:
+        """Copy from memory of this process, host or GPU, and wait for it.
+
+        It comes after what the default stream was told before; other streams are the caller's to wait for.
+
+        Raises:
+            ValueError: the arena is closed, or the bytes are not all inside.
+            CudaError: the copy failed, or this is a forked child.
+        """
+        self.check_range(offset_bytes, size_bytes)
+        self.hold().context.copy(self.address + offset_bytes, source_address, size_bytes)
+
+    def close(self) -> None:
+        """Let go of the memory. May be called twice."""
+        self._opening = None
+        self._life.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_cuda_arena(
+    rank: int, size_bytes: int, epoch: str, memory: CudaMemory, life: DaemonLife
+) -> MappedCudaArena:
+    """Open an arena that the daemon handed over.
+
+    Args:
+        rank: whose arena.
+        size_bytes: of it, as the daemon says.
+        epoch: of the daemon.
+        memory: what opens it.
+        life: of the daemon; the arena closes it.
+
+    Raises:
+        CudaError: there is no driver, this process does not see the GPU, or it cannot be opened.
+        ProtocolError: what came is no handle, or opens less than was said.
+    """
+    if len(memory.ipc_handle) != cuda.IPC_HANDLE_BYTES:
+        raise ProtocolError(f"a CUDA IPC handle of {len(memory.ipc_handle)} bytes")
+    driver = cuda.driver()
+    gpu = next((gpu for gpu in driver.gpus if gpu.uuid == memory.gpu_uuid), None)
+    if gpu is None:
+        seen = ", ".join(gpu.uuid for gpu in driver.gpus) or "none"
+        raise CudaError(
+            f"arena {rank} lies on {memory.gpu_uuid} ({memory.device} of the daemon), and this process sees "
+            f"other GPUs: {seen}; add it to CUDA_VISIBLE_DEVICES, or to the container"
+        )
+    key = (memory.ipc_handle, epoch)
+    with _lock:
+        opening = _openings.get(key)
+        if opening is None:
+            try:
+                opening = Opening(cuda.Context(driver, gpu), memory.ipc_handle)
+            except CudaError as error:
+                raise CudaError(
+                    f"{error}; containers must share the host's IPC and PID namespaces with the daemon's",
+                    error.code,
+                ) from None
+            _openings[key] = opening
+    if not 0 < size_bytes <= opening.size_bytes:
+        raise ProtocolError(
+            f"an arena of {size_bytes} bytes in an allocation of {format_bytes(opening.size_bytes)}"
+        )
+    return MappedCudaArena(rank, size_bytes, epoch, opening, life)

@@ -1,0 +1,276 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-call, no-untyped-def, misc, name-defined"
+"""The Triton kernel that moves pool rows to planes and back, and sums every plane on the way.
+
+One launch moves a range of tokens of all planes that share a unit. Addresses come from a table, so that
+planes may lie anywhere. A program moves tiles of ``[tokens, columns]`` units of one plane; what it loads
+into registers is both what it stores and what it sums, so a slab that changes meanwhile cannot pass.
+
+A unit is 8 bytes, or the widest of 4, 2 and 1 that divides every width, distance and address. A unit at
+byte b of its plane is ``value << 8 * (b % 8)`` of word ``b // 8``. Sums are linear, so no word is ever put
+together, and a word may span two tokens.
+
+Source: design, section 8; the checksum is defined in ``checksum``.
+"""
+
+import dataclasses
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from snapd.units import ceil_div
+
+# Columns of the table, which has one row a plane. Pitch and width are in units.
+TABLE_COLUMNS: Final = 5  # pool address, plane address, pool pitch, width, index of the plane's sums
+_TABLE_COLUMNS = tl.constexpr(TABLE_COLUMNS)
+
+# A tile's columns are a power of two, and a row is rarely one: the widest that wastes at most this much.
+_WASTE_MAX: Final = 1.25
+_COLUMNS_MAX: Final = 256
+WIDE_BYTES: Final = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of a launch; any values give the same bytes and sums.
+
+    Attributes:
+        tile_units: units that a program moves at once, a power of two.
+        steps: tiles along the tokens that a program moves one after the other.
+        num_warps: warps a program.
+        load_cache: cache modifier of loads.
+        load_evict: eviction policy of loads.
+        store_cache: cache modifier of stores.
+        store_evict: eviction policy of stores.
+    """
+
+    tile_units: int = 2048
+    steps: int = 4
+    num_warps: int = 4
+    load_cache: str = ""
+    load_evict: str = ""
+    store_cache: str = ""
+    store_evict: str = ""
+
+
+DEFAULT_TUNING: Final = Tuning()
+
+
+@triton.jit
+def _move_tile(
+    pool_address,
+    plane_address,
+    slots,
+    tokens,
+    token_stop,
+    pitch_units,
+    width_units,
+    column,
+    sum0,
+    sum1,
+    UNIT_BYTES: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_SCATTER: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+    STORE_EVICT: tl.constexpr,
+):
+    """Move ``[tokens, column]`` units of one plane and add what was moved to the sums of the tile's lanes."""
+    if UNIT_BYTES == 8:
+        pointer: tl.constexpr = tl.pointer_type(tl.int64)
+    elif UNIT_BYTES == 4:
+        pointer: tl.constexpr = tl.pointer_type(tl.uint32)
+    elif UNIT_BYTES == 2:
+        pointer: tl.constexpr = tl.pointer_type(tl.uint16)
+    else:
+        pointer: tl.constexpr = tl.pointer_type(tl.uint8)
+    is_moved = (tokens < token_stop)[:, None]
+    if not IS_EXACT:
+        is_moved = is_moved & (column < width_units)[None, :]
+    # Rows first and columns last, so that what is contiguous is seen to be.
+    unit = (tokens * width_units)[:, None] + column[None, :]
+    in_pool = pool_address.to(pointer) + (slots * pitch_units)[:, None] + column[None, :]
+    in_plane = plane_address.to(pointer) + unit
+    if IS_WIDE:
+        in_pool = tl.multiple_of(in_pool, (16, 16))
+        in_plane = tl.multiple_of(in_plane, (16, 16))
+    if IS_SCATTER:
+        value = tl.load(
+            in_plane, mask=is_moved, other=0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
+        )
+        tl.store(in_pool, value, mask=is_moved, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+    else:
+        value = tl.load(
+            in_pool, mask=is_moved, other=0, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICT
+        )
+        tl.store(in_plane, value, mask=is_moved, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+    if HAS_SUMS:
+        if UNIT_BYTES == 8:
+            word = value
+            position = unit + 1
+        else:
+            at_byte = unit * UNIT_BYTES
+            word = value.to(tl.int64) << ((at_byte & 7) * 8)
+            position = (at_byte >> 3) + 1
+        sum0 += word
+        sum1 += word * position
+    return sum0, sum1
+
+
+@triton.jit(do_not_specialize=["token_start", "token_stop", "steps"])
+def _move(
+    table,
+    slots,
+    sums,
+    token_start,
+    token_stop,
+    steps,
+    UNIT_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_SCATTER: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    LOAD_CACHE: tl.constexpr,
+    LOAD_EVICT: tl.constexpr,
+    STORE_CACHE: tl.constexpr,
+    STORE_EVICT: tl.constexpr,
+):
+    """Move tokens ``[token_start, token_stop)`` of all planes of a table.
+
+    Program ``(i, p)`` moves ``steps`` tiles of plane ``p``, from token ``token_start + i * steps * TOKENS`` on.
+
+    Args:
+        table: int64, shape [planes, TABLE_COLUMNS].
+        slots: int32 or int64, shape [at least token_stop], by token.
+        sums: int64, shape [planes of the pool, 2]; this adds to it.
+    """
+    row = table + tl.program_id(1) * _TABLE_COLUMNS
+    pool_address = tl.load(row)
+    plane_address = tl.load(row + 1)
+    pitch_units = tl.load(row + 2)
+    width_units = tl.load(row + 3)
+    first_token = token_start + tl.program_id(0).to(tl.int64) * (TOKENS * steps)
+    sum0 = tl.zeros([TOKENS, COLUMNS], tl.int64)
+    sum1 = tl.zeros([TOKENS, COLUMNS], tl.int64)
+    for step in range(steps):
+        tokens = first_token + step * TOKENS + tl.arange(0, TOKENS)
+        slots_of = tl.load(slots + tokens, mask=tokens < token_stop, other=0).to(tl.int64)
+        if IS_EXACT:
+            sum0, sum1 = _move_tile(
+                pool_address, plane_address, slots_of, tokens, token_stop, pitch_units, COLUMNS,
+                tl.arange(0, COLUMNS), sum0, sum1, UNIT_BYTES, IS_EXACT, IS_WIDE,
+                IS_SCATTER, HAS_SUMS, LOAD_CACHE, LOAD_EVICT, STORE_CACHE, STORE_EVICT,
+            )  # fmt: skip
+        else:
+            for first_column in range(0, width_units, COLUMNS):
+                sum0, sum1 = _move_tile(
+                    pool_address, plane_address, slots_of, tokens, token_stop, pitch_units, width_units,
+                    first_column + tl.arange(0, COLUMNS), sum0, sum1, UNIT_BYTES, IS_EXACT, IS_WIDE,
+                    IS_SCATTER, HAS_SUMS, LOAD_CACHE, LOAD_EVICT, STORE_CACHE, STORE_EVICT,
+                )  # fmt: skip
+    if HAS_SUMS:
+        # Integers: the order in which programs add does not matter.
+        to = sums + tl.load(row + 4) * 2
+        tl.atomic_add(to, tl.sum(sum0), sem="relaxed")
+        tl.atomic_add(to + 1, tl.sum(sum1), sem="relaxed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What the kernel is compiled for: planes that share a unit.
+
+    Attributes:
+        unit_bytes: 8, 4, 2 or 1.
+        columns: units of a row that a tile holds, a power of two.
+        is_exact: every row is one tile wide, so no column is masked.
+        is_wide: rows, distances and addresses are multiples of 16 bytes.
+    """
+
+    unit_bytes: int
+    columns: int
+    is_exact: bool
+    is_wide: bool
+
+
+def plan_launch(unit_bytes: int, widths_units: list[int], *, is_wide: bool) -> Launch:
+    """Return how planes whose rows have *widths_units* units, of *unit_bytes* each, are moved."""
+    wanted_units = sum(widths_units)
+    columns = _COLUMNS_MAX
+    while columns > 1:
+        moved_units = sum(ceil_div(width, columns) * columns for width in widths_units)
+        if moved_units <= _WASTE_MAX * wanted_units:
+            break
+        columns //= 2
+    is_exact = all(width == columns for width in widths_units)
+    return Launch(unit_bytes, columns, is_exact, is_wide)
+
+
+def launch(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    sums: torch.Tensor | None,
+    token_start: int,
+    token_stop: int,
+    how: Launch,
+    *,
+    is_scatter: bool,
+    is_dry: bool = False,
+    tuning: Tuning = DEFAULT_TUNING,
+) -> None:
+    """Move tokens ``[token_start, token_stop)`` of all planes of *table* on the current stream.
+
+    Everything was checked by the caller: a wrong address or slot is a wild access.
+
+    Args:
+        table: int64, shape [planes, TABLE_COLUMNS], on the device.
+        slots: int32 or int64, shape [num_tokens], on the device.
+        sums: int64, shape [planes of the pool, 2], on the device; it is added to. None: no sums.
+        token_start: first token.
+        token_stop: one past the last token.
+        how: from ``plan_launch``.
+        is_scatter: from planes to pool, instead of the other way.
+        is_dry: compile only.
+        tuning: constants; the result does not depend on them.
+    """
+    tokens = max(1, tuning.tile_units // how.columns)
+    # A short range is spread over many programs instead of a few with many steps.
+    programs_wanted = ceil_div(token_stop - token_start, tokens)
+    steps = max(1, min(tuning.steps, programs_wanted * table.shape[0] // _PROGRAMS_MIN))
+    grid = (ceil_div(programs_wanted, steps), table.shape[0])
+    kernel = _move.warmup if is_dry else _move.run
+    kernel(
+        table,
+        slots,
+        table if sums is None else sums,
+        token_start,
+        token_stop,
+        steps,
+        UNIT_BYTES=how.unit_bytes,
+        TOKENS=tokens,
+        COLUMNS=how.columns,
+        IS_EXACT=how.is_exact,
+        IS_WIDE=how.is_wide,
+        IS_SCATTER=is_scatter,
+        HAS_SUMS=sums is not None,
+        LOAD_CACHE=tuning.load_cache,
+        LOAD_EVICT=tuning.load_evict,
+        STORE_CACHE=tuning.store_cache,
+        STORE_EVICT=tuning.store_evict,
+        num_warps=tuning.num_warps,
+        grid=grid,
+    )
+
+
+# Enough programs to fill a large GPU several times over.
+_PROGRAMS_MIN: Final = 4096
+
+
+def is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, which takes CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
