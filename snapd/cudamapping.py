@@ -9,6 +9,7 @@ Source: design, sections 4 and 5.
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -53,8 +54,9 @@ _lock: Final = threading.RLock()
 def _close(context: cuda.Context, address: int, pid: int) -> None:
     if os.getpid() != pid:
         return  # In a forked child CUDA cannot be used, and what is open is the parent's.
+    steps: tuple[Callable[[], None], ...] = (lambda: context.close_ipc(address), context.release)
     with _lock:
-        for step in (lambda: context.close_ipc(address), context.release):
+        for step in steps:
             try:
                 step()
             except CudaError as error:
@@ -104,6 +106,15 @@ class MappedCudaArena:
         self.device = opening.context.gpu.device
         self._opening: Opening | None = opening
         self._life = life
+
+    @property
+    def buffer(self) -> memoryview:
+        """Not to be had.
+
+        Raises:
+            ValueError: always: the host does not see this memory.
+        """
+        raise ValueError(f"arena {self.rank} lies on {self.device}: the host does not see it; use view()")
 
     @property
     def is_abandoned(self) -> bool:

@@ -253,9 +253,7 @@ class Service:
             rank=request.rank,
             size_bytes=arena.size_bytes,
             epoch=self._epoch,
-            cuda=w.CudaMemory(
-                ipc_handle=arena.ipc_handle(), gpu_uuid=arena.gpu_uuid, device=arena.device
-            ),
+            cuda=w.CudaMemory(ipc_handle=arena.ipc_handle(), gpu_uuid=arena.gpu_uuid, device=arena.device),
         )
 
     def _get(self, caller: Caller, request: w.GetReq) -> None:

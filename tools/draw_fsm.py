@@ -44,9 +44,9 @@ _TAIL: Final = """\
 An exact repeat of an earlier message gets its first answer again, except that a start is no leave to \
 write once the attempt has ended; anything else that asks for an answer is \
 told `stale-handle` when the attempt has ended, and `wrong-state` when it has not.
-One thing is heard all the same: while bytes of an attempt that has ended lie in quarantine, drain proof (from \
-the writer, or by its exit) releases what may still be written, a vote releases what its rank still read, and \
-what may be written and is read needs both.
+One thing is heard all the same: while bytes of an attempt that has ended lie in quarantine, drain \
+proof (from the writer, or by its exit) releases what may still be written, a vote releases what its rank \
+still read, and what may be written and is read needs both.
 A drain proof for an attempt that has ended is always accepted.
 
 *Rejected* changes nothing either, and whoever asked is told the reason in the cell.

@@ -36,7 +36,8 @@ MODULES: Final = (
 TESTS: Final = (
     "test_machine_ingest.py", "test_machine_endings.py", "test_machine_prepare.py",
     "test_machine_transfer.py", "test_machine_quarantine.py", "test_machine_lookup.py",
-    "test_machine_limits.py", "test_machine_repeats.py", "test_machine_undrained.py", "test_fsm.py", "test_slab.py", "test_lru.py",
+    "test_machine_limits.py", "test_machine_repeats.py", "test_machine_undrained.py",
+    "test_fsm.py", "test_slab.py", "test_lru.py",
 )  # fmt: skip
 MODEL_TEST: Final = "test_machine_model.py"
 MODEL_EXAMPLES: Final = 25

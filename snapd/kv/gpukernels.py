@@ -1,4 +1,5 @@
-# mypy: disable-error-code="untyped-decorator, no-untyped-call, no-untyped-def, misc, name-defined"
+# mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-redef"
+# ruff: noqa: N803 - Triton's way: what is fixed when a kernel is compiled is in capitals
 """The Triton kernel that moves pool rows to planes and back, and sums every plane on the way.
 
 One launch moves a range of tokens of all planes that share a unit. Addresses come from a table, so that
@@ -22,13 +23,14 @@ import triton.language as tl
 from snapd.units import ceil_div
 
 # Columns of the table, which has one row a plane. Pitch and width are in units.
-TABLE_COLUMNS: Final = 5  # pool address, plane address, pool pitch, width, index of the plane's sums
+# pool address, plane address, pool pitch, width, index of the plane's sums; the rest keeps every row aligned,
+# so that no slice of a table needs a kernel of its own.
+TABLE_COLUMNS: Final = 8
 _TABLE_COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 # A tile's columns are a power of two, and a row is rarely one: the widest that wastes at most this much.
 _WASTE_MAX: Final = 1.25
 _COLUMNS_MAX: Final = 256
-WIDE_BYTES: Final = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Tuning:
         store_evict: eviction policy of stores.
     """
 
-    tile_units: int = 2048
+    tile_units: int = 1024
     steps: int = 4
     num_warps: int = 4
     load_cache: str = ""
@@ -91,6 +93,8 @@ def _move_tile(
     is_moved = (tokens < token_stop)[:, None]
     if not IS_EXACT:
         is_moved = is_moved & (column < width_units)[None, :]
+        if IS_WIDE:
+            is_moved = tl.max_constancy(is_moved, (1, 2))
     # Rows first and columns last, so that what is contiguous is seen to be.
     unit = (tokens * width_units)[:, None] + column[None, :]
     in_pool = pool_address.to(pointer) + (slots * pitch_units)[:, None] + column[None, :]
@@ -141,14 +145,9 @@ def _move(
     STORE_CACHE: tl.constexpr,
     STORE_EVICT: tl.constexpr,
 ):
-    """Move tokens ``[token_start, token_stop)`` of all planes of a table.
+    """Move tokens ``[token_start, token_stop)`` of all planes of a table; the shapes are those of ``launch``.
 
-    Program ``(i, p)`` moves ``steps`` tiles of plane ``p``, from token ``token_start + i * steps * TOKENS`` on.
-
-    Args:
-        table: int64, shape [planes, TABLE_COLUMNS].
-        slots: int32 or int64, shape [at least token_stop], by token.
-        sums: int64, shape [planes of the pool, 2]; this adds to it.
+    Program ``(i, p)`` moves ``steps`` tiles of plane ``p``, from token ``token_start + i * steps * TOKENS``.
     """
     row = table + tl.program_id(1) * _TABLE_COLUMNS
     pool_address = tl.load(row)
@@ -221,7 +220,7 @@ def launch(
     *,
     is_scatter: bool,
     is_dry: bool = False,
-    tuning: Tuning = DEFAULT_TUNING,
+    tuning: Tuning | None = None,
 ) -> None:
     """Move tokens ``[token_start, token_stop)`` of all planes of *table* on the current stream.
 
@@ -236,15 +235,15 @@ def launch(
         how: from ``plan_launch``.
         is_scatter: from planes to pool, instead of the other way.
         is_dry: compile only.
-        tuning: constants; the result does not depend on them.
+        tuning: constants; the result does not depend on them. None: ``DEFAULT_TUNING``.
     """
+    tuning = tuning or DEFAULT_TUNING
     tokens = max(1, tuning.tile_units // how.columns)
     # A short range is spread over many programs instead of a few with many steps.
     programs_wanted = ceil_div(token_stop - token_start, tokens)
     steps = max(1, min(tuning.steps, programs_wanted * table.shape[0] // _PROGRAMS_MIN))
     grid = (ceil_div(programs_wanted, steps), table.shape[0])
-    kernel = _move.warmup if is_dry else _move.run
-    kernel(
+    _move.run(
         table,
         slots,
         table if sums is None else sums,
@@ -264,6 +263,7 @@ def launch(
         STORE_EVICT=tuning.store_evict,
         num_warps=tuning.num_warps,
         grid=grid,
+        warmup=is_dry,
     )
 
 

@@ -121,7 +121,7 @@ class Pusher:
 
     @property
     def staging_bytes(self) -> int:
-        """Staging memory that was allocated so far."""
+        """Staging memory that it holds."""
         return self._ring.allocated_bytes
 
     @property
@@ -364,7 +364,7 @@ class Pusher:
         """
         self._flights.close()
         self._writers.close()
-        self._ring.close()
+        self._ring.trim()
         if self._slabs is not None:
             self._slabs.close()
 

@@ -16,7 +16,7 @@ from snapd.units import align_up, format_bytes
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 
-# Memory of rings that were closed, by process and size. A transport may have it registered for some time
+# Memory that rings have let go of, by process and size. A transport may have it registered for some time
 # yet, and memory that is mapped anew at a registered address cannot be registered.
 _spare: Final[dict[tuple[int, int], list[torch.Tensor]]] = {}
 _spare_lock: Final = threading.Lock()
@@ -65,12 +65,11 @@ class StagingRing:
         self._free: list[StagingBuffer] = []
         self._lent: set[int] = set()
         self._allocated = 0
-        self._is_closed = False
         weakref.finalize(self, _spare_all, self._free).atexit = False
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory that was allocated so far."""
+        """Memory that it holds."""
         return self._allocated * self._buffer_bytes
 
     @property
@@ -79,13 +78,7 @@ class StagingRing:
         return len(self._lent)
 
     def take(self) -> StagingBuffer | None:
-        """Return a buffer, or None if all are lent.
-
-        Raises:
-            InvalidRequest: the ring is closed.
-        """
-        if self._is_closed:
-            raise InvalidRequest("the staging ring is closed")
+        """Return a buffer, or None if all are lent."""
         if self._free:
             buffer = self._free.pop()
         elif self._allocated < self.buffers_max:
@@ -108,12 +101,10 @@ class StagingRing:
         self._lent.remove(buffer.address)
         del _lent[buffer.address]
         self._free.append(buffer)
-        if self._is_closed:
-            _spare_all(self._free)
 
-    def close(self) -> None:
-        """Lend no more. What is lent stays where it is until it is given back."""
-        self._is_closed = True
+    def trim(self) -> None:
+        """Let go of what is not lent."""
+        self._allocated -= len(self._free)
         _spare_all(self._free)
 
 

@@ -20,13 +20,11 @@ from snapd.units import MS_PER_S, ceil_div
 REST_MIN_MS: Final = 100
 REST_MAX_MS: Final = 30_000
 PEERS_MAX: Final = 1_024
-# 100 ms * 2**20 is more than a day: the exponent stays small whatever happens.
-_DOUBLINGS_MAX: Final = 20
 
 
 class _Failures(msgspec.Struct):
     count: int = 0
-    rests: int = 0
+    rest_ms: int = 0
     until_us: int = 0
     round: int = 0
 
@@ -105,9 +103,8 @@ class Backoff:
             found.count += 1
             if may_retry_once and found.count == 1:
                 return
-            rest_ms = min(self._rest_min_ms << min(found.rests, _DOUBLINGS_MAX), self._rest_max_ms)
-            found.rests += 1
-            found.until_us = self._now_us() + rest_ms * 1_000
+            found.rest_ms = min(2 * found.rest_ms or self._rest_min_ms, self._rest_max_ms)
+            found.until_us = self._now_us() + found.rest_ms * 1_000
 
     def succeeded(self, peer: Hashable) -> None:
         """Note a success: the peer has no past."""

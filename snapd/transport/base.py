@@ -20,7 +20,6 @@ from typing import Protocol
 import msgspec
 
 
-
 class Write(msgspec.Struct, frozen=True):
     """One contiguous write.
 

@@ -13,13 +13,14 @@ Only this module and ``mooncake_package`` touch the package, and only when an en
 Source: design, section 7.
 """
 
+import contextlib
 import enum
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, get_args
 
@@ -38,6 +39,7 @@ SEGMENTS_MAX: Final = 1_024
 
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _DEVICES: Final = Path("/dev")
+_FORCE_TCP: Final = "MC_FORCE_TCP"
 _PORTS_DEFAULT: Final = (15_000, 17_000)
 _PORT_MAX: Final = 65_535
 # The engine tries 500 ports at random and then dies. With 3% of the range free, all of them are taken
@@ -55,6 +57,7 @@ _REGISTER_HELP: Final = {
 # Engines that are closed, oldest first, until they are deleted.
 _retired: Final[deque[Any]] = deque()
 _retired_lock: Final = threading.Lock()
+_environment_lock: Final = threading.Lock()
 
 
 class WriteState(enum.Enum):
@@ -85,22 +88,21 @@ class MooncakeEngine:
         if config.protocol not in get_args(Protocol):
             raise TransportError(f"protocol {config.protocol!r}: use one of {', '.join(get_args(Protocol))}")
         os.environ.update(config.settings)
-        if config.protocol == "tcp":
-            # Else it would take RDMA wherever it finds a device.
-            os.environ.setdefault("MC_FORCE_TCP", "1")
-        elif config.protocol == "nvlink_intra":
-            os.environ["MC_INTRANODE_NVLINK"] = "1"
-        self._module: Any = load_engine_module()
-        package = find_package()
-        self.package = f"{package.name} {package.version}".strip() if package else "mooncake"
-        self._refuse_what_would_be_swallowed(config)
-        self.settings = {
-            name: value for name, value in os.environ.items() if name.startswith(("MC_", "GLOG_"))
-        }
-        self._open: set[str] = set()
-        self._registered: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._name_holder: socket.socket | None = None
+        with _protocol_in_environment(config.protocol):
+            self._module: Any = load_engine_module()
+            package = find_package()
+            self.package = f"{package.name} {package.version}".strip() if package else "mooncake"
+            self._refuse_what_would_be_swallowed(config)
+            self.settings = {
+                name: value for name, value in os.environ.items() if name.startswith(("MC_", "GLOG_"))
+            }
+            self._open: set[str] = set()
+            self._registered: dict[int, int] = {}
+            self._lock = threading.Lock()
+            self._name_holder: socket.socket | None = None
+            self.segment_name = self._start(config)
+
+    def _start(self, config: MooncakeConfig) -> str:
         name = _bracketed(config.host)
         if config.metadata_server != PEER_HANDSHAKE:
             # There the name is a key: two processes of a host with the same would answer for each other.
@@ -110,7 +112,7 @@ class MooncakeEngine:
         self._raw: Any = self._module.TransferEngine()
         code = self._raw.initialize(name, config.metadata_server, config.protocol, config.devices)
         if code != 0:
-            _retire(self._raw)
+            self.close()
             what_else = (
                 "no port for data may be free"
                 if config.metadata_server == PEER_HANDSHAKE
@@ -120,9 +122,7 @@ class MooncakeEngine:
                 f"Mooncake ({self.package}) cannot start with protocol {config.protocol} on {config.host} "
                 f"(initialize: {code}): {what_else}; its own lines on stderr say more"
             )
-        if config.metadata_server == PEER_HANDSHAKE:
-            name = f"{name}:{self._raw.get_rpc_port()}"
-        self.segment_name = name
+        return f"{name}:{self._raw.get_rpc_port()}" if config.metadata_server == PEER_HANDSHAKE else name
 
     def _refuse_what_would_be_swallowed(self, config: MooncakeConfig) -> None:
         if config.protocol == "rdma":
@@ -135,10 +135,9 @@ class MooncakeEngine:
                 )
             if not any(_DEVICES.glob("nvidia[0-9]*")):
                 raise TransportError("protocol nvlink_intra: this machine shows no GPU; use tcp or rdma")
-        if config.protocol != "tcp" and "MC_FORCE_TCP" in os.environ:
+        if config.protocol != "tcp" and _FORCE_TCP in os.environ:
             raise TransportError(
-                f"protocol {config.protocol}: MC_FORCE_TCP is set in this process, which makes it tcp; unset "
-                "it, and use one protocol in a process"
+                f"protocol {config.protocol}: {_FORCE_TCP} is set and would make it tcp: unset it"
             )
         _check_host(config.host)
         _check_ports()
@@ -291,6 +290,26 @@ def _retire(raw: object) -> None:
         doomed = _retired.popleft() if len(_retired) > RETIRED_MAX else None
     # Here the oldest is deleted, and everything in this process waits 0.9 s for it.
     del doomed
+
+
+@contextlib.contextmanager
+def _protocol_in_environment(protocol: str) -> Iterator[None]:
+    """Ask for the protocol where the engine looks for it.
+
+    tcp is forced only meanwhile: an engine that the host process makes for itself must not become tcp.
+    """
+    with _environment_lock:
+        is_forced_here = protocol == "tcp" and _FORCE_TCP not in os.environ
+        if is_forced_here:
+            # Else it would take RDMA wherever it finds a device.
+            os.environ[_FORCE_TCP] = "1"
+        elif protocol == "nvlink_intra":
+            os.environ["MC_INTRANODE_NVLINK"] = "1"
+        try:
+            yield
+        finally:
+            if is_forced_here:
+                del os.environ[_FORCE_TCP]
 
 
 def _bracketed(host: str) -> str:

@@ -41,6 +41,9 @@ class DaemonProcess:
         expected_status: what ``stop`` wants to see; another one only after something drastic.
     """
 
+    # What the interpreter runs as the command line.
+    PROGRAM: tuple[str, ...] = ("-m", "snapd.cli.main")
+
     def __init__(self, directory: Path, overrides: dict[str, object]) -> None:
         self.directory = directory
         self.socket_path = directory / "snapd.sock"
@@ -57,7 +60,7 @@ class DaemonProcess:
         return self.stderr_path.read_text()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "snapd.cli.main", "serve", "--config", str(self.config_path)]
+        command = [sys.executable, *self.PROGRAM, "serve", "--config", str(self.config_path)]
         command += ["--socket", str(self.socket_path), "--log", str(self.log_path)]
         for key, value in self.overrides.items():
             command += ["--set", f"{key}={value}"]

@@ -84,7 +84,9 @@ class Rogue:
         """Kill it, and wait until the daemon has taken its last byte off the sockets."""
         assert num_tcp_sockets(self._daemon) > self._before
         end(self.process)
-        wait_for(lambda: num_tcp_sockets(self._daemon) <= self._before, "its connections are gone", PATIENCE_S)
+        wait_for(
+            lambda: num_tcp_sockets(self._daemon) <= self._before, "its connections are gone", PATIENCE_S
+        )
 
 
 @contextlib.contextmanager
@@ -104,7 +106,7 @@ def tcp_sockets(daemon: Any) -> list[list[str]]:
     found = []
     for entry in (directory / "fd").iterdir():
         with contextlib.suppress(OSError):
-            if (line := by_inode.get(os.readlink(entry))) is not None:
+            if (line := by_inode.get(str(entry.readlink()))) is not None:
                 found.append(line)
     return found
 

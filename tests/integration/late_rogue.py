@@ -1,4 +1,4 @@
-"""A D that does not hear: it writes into its grant for ever, other bytes each time, whatever was said to it."""
+"""A D that does not hear: it writes into its grant for ever, other bytes each time."""
 
 import ctypes
 import itertools

@@ -29,7 +29,7 @@ from raw_client import log_events, wait_for
 from snapd.core import records as rec
 from snapd.kv.push import PushResult
 from snapd.layout import Namespace
-from snapd.units import KIB, MIB
+from snapd.units import KIB
 
 NUM_SLOTS = 384
 PIECE_BYTES = 64 * KIB
@@ -214,7 +214,9 @@ def ingest(pair: Pair, session_id: str, result: PushResult) -> None:
 def epochs(daemon: Any) -> list[str]:
     """Return the lives of the daemon that the log tells of, in order."""
     return [
-        line.header.epoch for line in log_events(daemon.log_path) if isinstance(line.record, rec.DaemonStarted)
+        line.header.epoch
+        for line in log_events(daemon.log_path)
+        if isinstance(line.record, rec.DaemonStarted)
     ]
 
 
@@ -226,6 +228,30 @@ def hold(pair: Pair, d: Decoder, session_id: str, **fields: Any) -> int:
     (handle,) = (session.slab_handle for session in sessions if session.session_id == session_id)
     wait_for(lambda: records(pair.daemon, rec.SlabAllocated, handle), "the log tells of it")
     return handle
+
+
+@contextlib.contextmanager
+def metadata_server() -> Iterator[str]:
+    """Yield the address of Mooncake's own metadata server."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [sys.executable, "-m", "mooncake.http_metadata_server", "--host", "127.0.0.1"]
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], stdin=subprocess.DEVNULL, preexec_fn=end_with_the_tests
+    )
+    try:
+
+        def listens() -> bool:
+            assert process.poll() is None, "Mooncake's metadata server has ended"
+            with socket.socket() as sock:
+                return sock.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_for(listens, "the metadata server listens", PATIENCE_S)
+        yield f"http://127.0.0.1:{port}/metadata"
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- a network of one's own ------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -149,8 +150,10 @@ def main(path: str) -> None:
     line = Line(sock)
     try:
         decode(line, msgspec.json.decode(line.lines.readline(), type=AskedFor))
+    except Exception:
+        traceback.print_exc()
     finally:
-        # Without this an engine would be deleted, which takes a second.
+        # Else an engine would be deleted, which takes a second.
         sys.stderr.flush()
         os._exit(0)
 

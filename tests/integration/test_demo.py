@@ -1,47 +1,33 @@
 """The demo, as real processes: what it says when all is well, and that it does not say so otherwise."""
 
-import asyncio
-import contextlib
 import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 import pytest
-from daemon_process import DaemonProcess
 
-from snapd.client import Client
 from snapd.config import load_config
 from snapd.demo import messages as m
 from snapd.demo.cache import PagedCache
-from snapd.demo.chaos import STRUCK_PUSHES, Chaos
-from snapd.demo.decoder import Decoder, _Push
+from snapd.demo.chaos import STRUCK_PUSHES
 from snapd.demo.logfacts import LogFacts
-from snapd.demo.memory import create_pool_memory
 from snapd.demo.orchestrator import _config
 from snapd.demo.plan import PAGE_SIZE_TOKENS, RANKS, TOKEN_BYTES, NotEnoughMemory, check_memory, make_plan
 from snapd.demo.result import cross_check, make_result
-from snapd.demo.session import SessionRun
-from snapd.demo.stage import Options, Seat, Stage, Tally
+from snapd.demo.stage import Seat, Tally
 from snapd.demo.trace import TraceError, chain_sessions, default_trace_path, read_trace
-from snapd.demo.workers import DemoError
-from snapd.errors import Reason
-from snapd.kv.push import PushResult
 from snapd.units import MIB
 
 ROOT = Path(__file__).parents[2]
 RUN_S = 100
-WAIT_S = 20.0
-SLOTS = 256
 WANTED_KEYS = {
     "sessions", "ingested", "aborted", "refused", "corrupt", "bytes", "ok_rate", "reasons", "log",
     "transport", "retried_pieces", "undrained_commits", "quarantined_bytes",
@@ -93,12 +79,6 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, d
     """What a run without chaos came to."""
     out = tmp_path_factory.mktemp("plain") / "out"
     yield demo("--total", "128MiB", "--out", str(out))
-
-
-@pytest.fixture
-def daemon_of_two(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
-    """A daemon with an arena for each of the demo's ranks."""
-    return start_daemon(ranks=RANKS)
 
 
 # --- whole runs --------------------------------------------------------------------------------
@@ -185,11 +165,16 @@ def test_finalize_without_retries_gives_up_and_says_so() -> None:
 
 
 @pytest.fixture(scope="module")
-def mooncake_chaos(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
+def tiny_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of two sessions of three turns."""
+    return write_trace(tmp_path_factory.mktemp("trace") / "tiny.jsonl", 2, 3)
+
+
+@pytest.fixture(scope="module")
+def mooncake_chaos(tiny_trace: Path) -> tuple[int, dict[str, Any], str]:
     """What a run with chaos over Mooncake came to. No turn is left for a lease that runs out."""
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    trace_path = write_trace(tmp_path_factory.mktemp("chaos") / "tiny.jsonl", 2, 3)
-    arguments = ("--transport", "mooncake", "--total", "16MiB", "--trace", str(trace_path))
+    arguments = ("--transport", "mooncake", "--total", "16MiB", "--trace", str(tiny_trace))
     return demo(*arguments, "--chaos", "--seed", "2")
 
 
@@ -235,9 +220,17 @@ def test_bytes_of_a_d_that_was_killed_over_mooncake_wait_for_their_time(
         assert any(other.session_id == incident["session_id"] for other in facts.ingested)
     assert result["quarantined_bytes"] >= held_bytes
     assert "quarantine, time" in messages
-    config = load_config(Path(result["log"]).with_name("snapd.toml"), {}, {})
-    longest_bytes = max(incident["total_bytes"] for incident in killed) // RANKS
-    assert all(arena.size_bytes >= STRUCK_PUSHES * longest_bytes for arena in config.arenas)
+
+
+@pytest.mark.slow
+def test_arenas_of_chaos_over_mooncake_have_room_for_what_is_in_quarantine(
+    tiny_trace: Path, mooncake_chaos: tuple[int, dict[str, Any], str]
+) -> None:
+    config = load_config(Path(mooncake_chaos[1]["log"]).with_name("snapd.toml"), {}, {})
+    plan = make_plan(
+        read_trace(tiny_trace), total_bytes=16 * MIB, decoders=2, quarantined_snapshots=STRUCK_PUSHES
+    )
+    assert [arena.size_bytes for arena in config.arenas] == [plan.arena_bytes] * RANKS
 
 
 @pytest.mark.slow
@@ -557,162 +550,3 @@ def test_daemon_of_the_demo_gets_a_configuration_that_it_takes(
     assert config.log_path == str(tmp_path / 'odd "name"\\.jsonl')
     assert config.transport == transport
     assert (config.mooncake.protocol, config.mooncake.host) == ("tcp", "127.0.0.1")
-
-
-# --- a D worker's loop -------------------------------------------------------------------------
-
-
-class RunningDecoder:
-    """A D worker in a thread of this process.
-
-    Attributes:
-        decoder: the worker.
-    """
-
-    def __init__(self, socket_path: Path) -> None:
-        slots = SLOTS + PAGE_SIZE_TOKENS
-        fds = tuple(create_pool_memory(f"rank {rank}", slots) for rank in range(RANKS))
-        self._own, theirs = socket.socketpair()
-        self._own.settimeout(WAIT_S)
-        setup = m.Setup(
-            role=m.ROLE_DECODER, index=0, channel_fd=theirs.detach(), socket_path=str(socket_path), seed=1,
-            decoder_fds=fds, decoder_slots=slots, piece_bytes=64 * 1024,
-        )  # fmt: skip
-        self.decoder = Decoder(setup, m.WorkerChannel(setup.channel_fd))
-        for fd in fds:
-            os.close(fd)
-        self._stream = self._own.makefile("rb")
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        with contextlib.suppress(EOFError):
-            self.decoder.run()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert isinstance(self.hear(), m.Started)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._own.shutdown(socket.SHUT_RDWR)
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-        self._stream.close()
-        self._own.close()
-
-    def say(self, *commands: m.ToWorker) -> None:
-        self._own.sendall(b"".join(m.encode(command) for command in commands))
-
-    def hear(self) -> m.FromWorker:
-        size_bytes = int.from_bytes(self._stream.read(4), "little")
-        return m.decode_answer(self._stream.read(size_bytes))
-
-
-def push_turn(message_id: int, pace_ms: int) -> m.PushTurn:
-    slots = m.pack_slots(range(SLOTS))
-    return m.PushTurn(
-        id=message_id,
-        session=0,
-        session_id="agent",
-        token_ids=tuple(range(SLOTS)),
-        slots=slots,
-        pace_ms=pace_ms,
-    )
-
-
-def test_d_decodes_while_a_push_is_under_way(daemon_of_two: DaemonProcess) -> None:
-    with Client(str(daemon_of_two.socket_path)) as p, RunningDecoder(daemon_of_two.socket_path) as worker:
-        for rank in range(RANKS):
-            p.declare_layout(rank, worker.decoder._pusher.layout)
-        worker.say(push_turn(1, pace_ms=5))
-        assert isinstance(worker.hear(), m.PushMoved)
-        segments = (m.Segment(0, 0, SLOTS),)
-        worker.say(m.Decode(id=2, session=1, segments=segments, slots=m.pack_slots(range(SLOTS))))
-        heard = [worker.hear()]
-        while not isinstance(heard[-1], m.PushEnded):
-            heard.append(worker.hear())
-        assert any(isinstance(message, m.Decoded) for message in heard[:-2]), "it had to wait for the push"
-        assert heard[-1].ok and heard[-1].drained
-
-
-def test_d_without_commands_looks_after_writes_of_a_push_that_has_ended(daemon_of_two: DaemonProcess) -> None:
-    class Lingering:
-        """A pusher whose last write is over when it is looked at for the third time."""
-
-        lingering = 3
-
-        def poll(self) -> None:
-            self.lingering -= self.lingering > 0
-
-    worker = RunningDecoder(daemon_of_two.socket_path)
-    pusher = worker.decoder._pusher = Lingering()  # type: ignore[assignment]
-    with worker:
-        deadline_s = time.monotonic() + WAIT_S
-        while pusher.lingering:
-            assert time.monotonic() < deadline_s, "nobody looked"
-
-
-def test_d_says_what_became_of_writes_that_failed(daemon_of_two: DaemonProcess) -> None:
-    with RunningDecoder(daemon_of_two.socket_path) as worker:
-        push = _Push(push_turn(7, pace_ms=0), refusals=2)
-        worker.decoder._pushes.append(push)
-        result = PushResult(ok=False, reason=Reason.TRANSFER_FAILED, retried_pieces=3, drained=False)
-        worker.decoder._finish(push, result)
-        assert worker.hear() == m.PushEnded(
-            id=7, ok=False, reason=Reason.TRANSFER_FAILED, refusals=2, retried_pieces=3, drained=False
-        )
-
-
-class ScriptedWorker:
-    """D and P at once, with its answers to pushes; whoever asks more of it hears that it failed."""
-
-    name = "D 0"
-
-    def __init__(self, *answers: m.PushEnded) -> None:
-        self._answers = list(answers)
-
-    def tell(self, command: m.ToWorker) -> None:
-        """Take a command that is not answered."""
-
-    async def call(self, command: m.ToWorker, answer_type: type[m.FromWorker]) -> m.FromWorker:
-        """Answer."""
-        if answer_type is m.Decoded:
-            return m.Decoded(num_bytes=0)
-        if isinstance(command, m.PushTurn) and self._answers:
-            return self._answers.pop(0)
-        raise DemoError("that is all")
-
-
-def play_first_session(trace_path: Path, *answers: m.PushEnded) -> tuple[Tally, str]:
-    """Play the first session with a scripted D until it fails; return what was counted, and the error."""
-    plan = make_plan(read_trace(trace_path), total_bytes=16 * MIB, decoders=2)
-    worker: Any = ScriptedWorker(*answers)
-    client: Any = None
-
-    async def play() -> tuple[Tally, str]:
-        seat = Seat(0, worker, plan.decoder_slots)
-        seat.is_up.set()
-        options = Options(trace_path=trace_path, out_dir=trace_path.parent, total_bytes=16 * MIB)
-        stage = Stage(options, plan, client, [seat], [worker] * RANKS)
-        with pytest.raises(DemoError) as caught:
-            await SessionRun(stage, Chaos(plan, 1, is_on=False), plan.sessions[0], 1_000).run()
-        return stage.tally, str(caught.value)
-
-    return asyncio.run(play())
-
-
-def test_d_that_cannot_push_ends_the_demo_with_its_reason(small_trace: Path) -> None:
-    ended = m.PushEnded(ok=False, reason=Reason.TRANSFER_FAILED, detail="no engine")
-    _, error = play_first_session(small_trace, ended)
-    assert error == "D 0 cannot push: no engine"
-
-
-def test_writes_that_failed_are_counted(small_trace: Path) -> None:
-    failed = m.PushEnded(
-        ok=False, reason=Reason.TRANSFER_FAILED, slab_handle=5, retried_pieces=3, drained=False
-    )
-    done = m.PushEnded(ok=True, reason=Reason.OK, slab_handle=6, retried_pieces=1, drained=False)
-    tally, error = play_first_session(small_trace, failed, done)
-    assert error == "that is all"
-    assert (tally.retried_pieces, tally.undrained_commits) == (4, 1)
-    assert tally.pushes_again == 1

@@ -19,6 +19,7 @@ from late_cases import (
     stopped,
 )
 from raw_client import LogFollower, wait_for
+from restart_cases import TOKENS as SENT
 from restart_cases import Decoder, Told, decoder, hold, ingest, prefill
 
 from snapd.core import records as rec
@@ -236,7 +237,8 @@ def test_a_write_that_failed_lands_late_and_meets_quarantined_bytes(mooncake: St
         held = record(daemon, rec.SlabQuarantined, handle)
         assert (held.why, held.extents) == ("undrained", record(daemon, rec.SlabAllocated, handle).extents)
         assert record(daemon, rec.SyncOutcome, handle).reason == Reason.TRANSFER_FAILED
-        again = d.push("s")
+        # By another D: of this one, more that was under way may fail yet.
+        again = pair.push("s", SENT)
         assert not overlap(record(daemon, rec.SlabAllocated, again.slab_handle).extents, held.extents)
         ingest(pair, "s", again)
         check_books(pair, follower)

@@ -268,6 +268,16 @@ def test_a_job_that_nobody_steps_holds_no_finished_write_of_the_others_back() ->
     stage.check_idle()
 
 
+def test_a_write_that_another_job_saw_end_is_over_for_its_own() -> None:
+    stage = Stage()
+    first, second = stage.start("first"), stage.start("second")
+    step(first, 1)
+    step(second, 1)
+    assert first.cancel().drained
+    assert finish(second).result.ok
+    stage.check_idle()
+
+
 def test_when_the_ring_is_lent_out_a_push_waits() -> None:
     stage = Stage(buffers=1)
     stage.writer.plan("stuck")
@@ -294,6 +304,10 @@ def test_a_wait_is_short_and_only_when_nothing_moved(monkeypatch: pytest.MonkeyP
     assert slept == [stagedjob_module.WAIT_S]
     stage.writer.unstick()
     finish(job)
+    stage.writer.plan("stuck")
+    job = stage.start("other")
+    step(job, 2)
+    job.cancel()
     job.wait()
     assert len(slept) == 1, "it is done"
 
@@ -622,6 +636,15 @@ def test_a_copy_that_raises_ends_the_attempt_and_holds_no_memory(monkeypatch: py
     stage.check_idle()
 
 
+def test_a_closed_pusher_holds_no_memory_and_can_push_again() -> None:
+    stage = Stage()
+    assert stage.push().ok and stage.pusher.staging_bytes > 0
+    stage.pusher.close()
+    assert stage.pusher.staging_bytes == 0
+    stage.fleet.made.clear()
+    assert stage.push().ok
+
+
 def test_a_closed_pusher_ends_its_jobs_and_cancels_what_has_not_begun() -> None:
     stage = Stage(writer_in_flight_bytes_max=1)
     stage.writer.plan("stuck")
@@ -664,6 +687,21 @@ def test_a_peer_that_begins_to_rest_is_tried_again_when_its_time_has_come() -> N
     assert finish(job).result.ok
     stage.check_arrived(job)
     stage.check_idle()
+
+
+def test_while_a_failed_piece_waits_for_the_peer_its_rank_is_not_committed() -> None:
+    stage = Stage()
+    job = stage.start(num_tokens=4)
+    stage.writer.plan("fails")
+    step(job, 1)
+    stage.writer.resting_ms = 250
+    step(job, 5)
+    assert stage.pusher.in_flight_bytes == 0 and job.bytes_done == 4 * sum(STRIDES)
+    assert stage.control.about("commit") == []
+    stage.writer.resting_ms = 0
+    stage.clock.now_s += 0.25
+    assert finish(job).result.ok
+    stage.check_arrived(job)
 
 
 def test_a_peer_that_rests_again_and_again_ends_the_push() -> None:

@@ -113,7 +113,16 @@ def test_settings_are_in_the_environment_before_the_engine_is_made_and_win(answe
 
 def test_tcp_is_asked_for_by_name_unless_the_settings_say_otherwise(answers: dict[str, Any]) -> None:
     engine = engine_with(settings={"MC_FORCE_TCP": "true"})
-    assert raw_of(engine).environment["MC_FORCE_TCP"] == "true"
+    assert raw_of(engine).environment["MC_FORCE_TCP"] == os.environ["MC_FORCE_TCP"] == "true"
+
+
+def test_tcp_is_forced_on_this_engine_only(answers: dict[str, Any]) -> None:
+    """The host process may make engines of its own."""
+    engine_with()
+    answers["initialize"] = -1
+    with pytest.raises(TransportError):
+        engine_with()
+    assert "MC_FORCE_TCP" not in os.environ
 
 
 def test_nvlink_is_asked_for_in_the_environment(

@@ -36,13 +36,18 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def engines(engine: FakeEngine, clock: Clock) -> MooncakeEngines:
-    return MooncakeEngines(MooncakeConfig(), make=lambda config: engine, backoff=Backoff(clock=clock))
+    made = [engine]  # The first one; the others are nobody's.
+    return MooncakeEngines(
+        MooncakeConfig(),
+        make=lambda config: made.pop() if made else FakeEngine(config),
+        backoff=Backoff(clock=clock),
+    )
 
 
 @pytest.fixture
 def new_writer(engines: MooncakeEngines, clock: Clock) -> MakeWriter:
-    def make(segment_name: str = "p:1", **settings: int) -> MooncakeWriter:
-        writer = MooncakeWriter(engines, segment_name, "e1", BASE, SIZE_BYTES, clock=clock, **settings)
+    def make(segment_name: str = "p:1", epoch: str = "e1", **settings: int) -> MooncakeWriter:
+        writer = MooncakeWriter(engines, segment_name, epoch, BASE, SIZE_BYTES, clock=clock, **settings)
         writer.register_source(SOURCE, SIZE_BYTES)
         return writer
 
@@ -415,13 +420,14 @@ def test_an_empty_set_is_no_success_of_the_peer(ready: MooncakeWriter, engine: F
 
 
 def test_a_rest_is_for_one_life_of_a_peer(
-    ready: MooncakeWriter, engine: FakeEngine, new_writer: MakeWriter, engines: MooncakeEngines, clock: Clock
+    ready: MooncakeWriter, engine: FakeEngine, new_writer: MakeWriter
 ) -> None:
     for _ in range(2):
         fail_once(ready, engine)
     with pytest.raises(PeerResting):
         new_writer("p:1").submit(writes(1))
     new_writer("q:1").submit(writes(1))
+    new_writer("p:1", "e2").submit(writes(1))
 
 
 # --- notifications -----------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Which copies a device gets: the CPU's, Triton's, or torch's own operations where Triton does not run.
+
+Source: design, section 8.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import structlog
+import torch
+
+from snapd.kv import copy, gpucopy, torchcopy
+from snapd.kv.checksum import PlaneChecksum
+
+_log: Final = structlog.get_logger("snapd.kv")
+
+
+class SlotCopy(Protocol):
+    """What every gather and scatter job is, on whatever device."""
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all planes."""
+        ...
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes moved so far."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte was moved."""
+        ...
+
+    @property
+    def checksums(self) -> tuple[PlaneChecksum, ...]:
+        """The checksum of each plane; raises InvalidRequest before the job is done."""
+        ...
+
+    def step(self, max_bytes: int) -> bool:
+        """Go on, without waiting for a device; return whether the job is done."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyJobs:
+    """The jobs of a device.
+
+    Attributes:
+        name: ``cpu``, ``triton`` or ``torch``.
+        gather: makes a job of (pool, slots, planes).
+        scatter: makes a job of (pool, slots, planes).
+        is_async: jobs run on a stream, take ``stream``, ``after`` and ``piece_bytes``, and have ``finished``;
+            they are ``DeviceJob``.
+    """
+
+    name: str
+    gather: Callable[..., SlotCopy]
+    scatter: Callable[..., SlotCopy]
+    is_async: bool
+
+
+_CPU: Final = CopyJobs("cpu", copy.GatherJob, copy.ScatterJob, is_async=False)
+_TRITON: Final = CopyJobs("triton", gpucopy.GpuGatherJob, gpucopy.GpuScatterJob, is_async=True)
+_TORCH: Final = CopyJobs("torch", torchcopy.TorchGatherJob, torchcopy.TorchScatterJob, is_async=True)
+
+
+def choose_copy(device: torch.device | str) -> CopyJobs:
+    """Return the jobs that pools on *device* get.
+
+    The first question about a GPU compiles and runs a small copy there, which takes a second or two: ask when
+    the pool is made. When that fails, a warning says so, once, and torch's own operations are used.
+    """
+    device = torch.device(device)
+    return _CPU if device.type == "cpu" else _choose_for_gpu(device)
+
+
+@functools.cache
+def _choose_for_gpu(device: torch.device) -> CopyJobs:
+    try:
+        gpucopy.probe(device)
+    except Exception as error:
+        # No Triton, no compiler for its launchers, a GPU that it does not know: each has its own error.
+        _log.warning(
+            "copies on this GPU are slower: Triton cannot be used", device=str(device), error=str(error)
+        )
+        return _TORCH
+    return _TRITON

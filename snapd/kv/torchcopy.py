@@ -1,0 +1,115 @@
+"""Gather and scatter by torch's own operations, on any device: the fallback where Triton does not run.
+
+Plane after plane, by way of a private buffer, which is what is summed: a slab may change meanwhile. Bytes
+and sums are those of the other copies; only the time differs.
+
+Source: design, section 8.
+"""
+
+import abc
+import math
+from typing import Final
+
+import torch
+
+from snapd.kv.checksum import WORD_BYTES
+from snapd.kv.devicejob import DeviceJob
+from snapd.kv.pool import PlaneRows, bytes_as_words
+from snapd.units import MIB, align_down, align_up
+
+# Bounds the private buffer; large enough that starting a kernel is cheap beside it.
+CHUNK_BYTES: Final = 64 * MIB
+
+# Words are summed as [rows, ROW_WORDS], see ``checksum``.
+_ROW_WORDS: Final = 256
+_ROW_BYTES: Final = _ROW_WORDS * WORD_BYTES
+
+
+def _sum_words(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both sums, on the device, of int64 *words*, a multiple of ``_ROW_WORDS``, from position 1 on."""
+    rows = words.view(-1, _ROW_WORDS)
+    row_sums, column_sums = rows.sum(1), rows.sum(0)  # int64 wraps: arithmetic mod 2^64
+    positions = torch.arange(max(rows.shape[0], _ROW_WORDS) + 1, dtype=torch.int64, device=words.device)
+    of_rows = (row_sums * positions[: rows.shape[0]]).sum() * _ROW_WORDS
+    of_columns = (column_sums * positions[1 : _ROW_WORDS + 1]).sum()
+    return row_sums.sum(), of_rows + of_columns
+
+
+class _TorchJob(DeviceJob):
+    """Moves plane after plane, each in chunks."""
+
+    _index_dtype = torch.int64
+
+    def _check_device(self, device: torch.device) -> None:
+        """Every device will do."""
+
+    def _prepare(self) -> None:
+        """There is nothing to make."""
+
+    def _move(self, slots: torch.Tensor, sums: torch.Tensor | None, start: int, stop: int) -> None:
+        for index, place in enumerate(self._pool.planes):
+            # Every chunk but the last ends at a whole word.
+            granule = WORD_BYTES // math.gcd(WORD_BYTES, place.stride_bytes)
+            step = max(granule, align_down(CHUNK_BYTES // place.stride_bytes, granule))
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                private = self._move_chunk(place, slots[first:last], self._planes[index], first)
+                if sums is not None:
+                    sum0, sum1 = _sum_words(private)
+                    sums[index, 0] += sum0
+                    sums[index, 1] += sum1 + first * place.stride_bytes // WORD_BYTES * sum0
+
+    def _move_chunk(
+        self, place: PlaneRows, slots: torch.Tensor, plane: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Move the tokens of *slots*, from token *first* on; return what was moved, with zeros after it."""
+        size_bytes = slots.numel() * place.stride_bytes
+        private = torch.empty(align_up(size_bytes, _ROW_BYTES), dtype=torch.uint8, device=plane.device)
+        private[size_bytes:] = 0
+        shape = (slots.numel(), place.stride_bytes // place.word_bytes)
+        rows = bytes_as_words(private.untyped_storage(), 0, shape, place.stride_bytes, place.word_bytes)
+        start_bytes = first * place.stride_bytes
+        part = plane[start_bytes : start_bytes + size_bytes]
+        self._move_rows(place.words, slots, rows, private[:size_bytes], part)
+        return private.view(torch.int64)
+
+    @abc.abstractmethod
+    def _move_rows(
+        self,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        private: torch.Tensor,
+        part: torch.Tensor,
+    ) -> None:
+        """Move between rows of *table* and *part* by way of *private*; *rows* is a view of it."""
+
+
+class TorchGatherJob(_TorchJob):
+    """Copies pool slots into planes."""
+
+    def _move_rows(
+        self,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        private: torch.Tensor,
+        part: torch.Tensor,
+    ) -> None:
+        torch.index_select(table, 0, slots, out=rows)
+        part.copy_(private)
+
+
+class TorchScatterJob(_TorchJob):
+    """Copies planes into pool slots; what is summed is what the pool got."""
+
+    def _move_rows(
+        self,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        private: torch.Tensor,
+        part: torch.Tensor,
+    ) -> None:
+        private.copy_(part)
+        table.index_copy_(0, slots, rows)

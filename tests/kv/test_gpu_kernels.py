@@ -1,0 +1,426 @@
+"""The device copies against the CPU's: Triton's kernel and torch's own operations.
+
+On a machine with a GPU they run there, else Triton's interpreter runs the kernel.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapd.errors import ExtraMissing, InvalidRequest, InvariantBroken
+from snapd.kv import copy as cpu_copy
+from snapd.kv import gpucopy, torchcopy
+from snapd.kv.checksum import plane_checksum
+from snapd.kv.devicejob import finish
+from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob, gather_gpu, scatter_gpu
+from snapd.kv.pool import KVPool
+from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
+from tests.kv.device_cases import (
+    POISON,
+    WIDTHS,
+    Jobs,
+    Stores,
+    check_both_ways,
+    on_device,
+    random_u8,
+    slots_of,
+)
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+gpukernels = pytest.importorskip("snapd.kv.gpukernels")
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not IS_INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("there is no GPU, and Triton was imported without its interpreter", allow_module_level=True)
+DEVICE = torch.device("cpu") if IS_INTERPRETED else torch.device("cuda:0")
+interpreted_only = pytest.mark.skipif(not IS_INTERPRETED, reason="looks into the interpreter")
+
+TRITON = Jobs(GpuGatherJob, GpuScatterJob)
+TORCH = Jobs(TorchGatherJob, TorchScatterJob)
+both_kinds = pytest.mark.parametrize("jobs", [TRITON, TORCH], ids=["triton", "torch"])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles and chunks, so that small inputs take many programs, steps and chunks."""
+    monkeypatch.setattr(gpukernels, "DEFAULT_TUNING", gpukernels.Tuning(tile_units=64, steps=3))
+    monkeypatch.setattr(gpukernels, "_PROGRAMS_MIN", 1)
+    monkeypatch.setattr(torchcopy, "CHUNK_BYTES", 2048)
+
+
+@both_kinds
+@pytest.mark.parametrize("kind", ["contiguous", "random"])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
+def test_all_bytes_arrive_and_no_others_change(jobs: Jobs, widths: list[int], page: int, kind: str) -> None:
+    check_both_ways(jobs, DEVICE, Stores(widths, 96, page), slots_of(kind, 96, 77, page))
+
+
+@both_kinds
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("num_tokens", [1, 64, 131])
+@pytest.mark.parametrize("widths", [[64, 48], [72, 3]], ids=str)
+def test_many_programs_steps_and_pieces(jobs: Jobs, widths: list[int], num_tokens: int) -> None:
+    slots = slots_of("random", 192, num_tokens)
+    check_both_ways(jobs, DEVICE, Stores(widths, 192), slots)
+    check_both_ways(jobs, DEVICE, Stores(widths, 192), slots, piece_bytes=40 * sum(widths))
+
+
+@both_kinds
+@pytest.mark.parametrize("pad_bytes", [1, 4, 8, 16])
+def test_slots_that_are_further_apart_than_their_rows(jobs: Jobs, pad_bytes: int) -> None:
+    check_both_ways(jobs, DEVICE, Stores([64, 132, 7], 64, 4, pad_bytes), slots_of("random", 64, 50, 4))
+
+
+@both_kinds
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_any_address(jobs: Jobs, shift: int) -> None:
+    slots = slots_of("random", 64, 50)
+    check_both_ways(jobs, DEVICE, Stores([64, 656], 64, shift=shift), slots)
+    check_both_ways(jobs, DEVICE, Stores([64, 656], 64), slots, plane_shift=shift)
+
+
+@both_kinds
+def test_without_sums_the_bytes_are_the_same(jobs: Jobs) -> None:
+    check_both_ways(jobs, DEVICE, Stores([64, 132, 7], 64), slots_of("random", 64, 50), checksum=False)
+
+
+@both_kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_engine_dtypes_keep_every_bit(jobs: Jobs, dtype: torch.dtype) -> None:
+    """Signalling NaNs too: nothing passes through a float register as a value."""
+    host = [random_u8(64, 2, 64).view(dtype), torch.full((64, 2, 32), 0xFF, dtype=torch.uint8).view(dtype)]
+    host[0].view(torch.int32).view(-1)[::7] = 0x7F800001
+    pool = KVPool.mla([on_device(buffer, DEVICE) for buffer in host])
+    slots = torch.randperm(64)[:50]
+    planes = [
+        torch.full((50 * place.stride_bytes,), POISON, dtype=torch.uint8, device=DEVICE)
+        for place in pool.planes
+    ]
+    sums = finish(jobs.gather(pool, slots, planes))
+    for plane, buffer, actual in zip(planes, host, sums, strict=True):
+        expected = buffer.view(torch.uint8).view(64, -1)[slots].flatten()
+        assert torch.equal(plane.cpu(), expected)
+        assert actual == plane_checksum(expected)
+
+
+@both_kinds
+def test_sums_wrap_as_they_do_on_the_cpu(jobs: Jobs) -> None:
+    """Words of all ones: both sums leave 64 bits far behind."""
+    pool = KVPool.mla([torch.full((64, 80), 0xFF, dtype=torch.uint8, device=DEVICE)])
+    plane = torch.zeros(64 * 80, dtype=torch.uint8, device=DEVICE)
+    (sums,) = finish(jobs.gather(pool, torch.arange(64), [plane]))
+    assert sums == (-640 % 2**64, -(640 * 641 // 2) % 2**64)
+
+
+@both_kinds
+def test_slots_that_lie_more_than_2_to_the_31_bytes_apart(jobs: Jobs) -> None:
+    """Memory that is never touched costs nothing, so this takes three rows of a huge pool."""
+    pitch_bytes = 2**31 + 8
+    store = torch.empty(2 * pitch_bytes + 64, dtype=torch.uint8, device=DEVICE)
+    rows = store.as_strided((3, 64), (pitch_bytes, 1))
+    rows.copy_(random_u8(3, 64))
+    pool = KVPool.mla([rows])
+    slots = torch.tensor([2, 0, 1])
+    plane = torch.zeros(3 * 64, dtype=torch.uint8, device=DEVICE)
+    sums = finish(jobs.gather(pool, slots, [plane]))
+    assert torch.equal(plane.cpu(), rows.cpu()[slots].flatten())
+    assert sums == (plane_checksum(plane.cpu()),)
+    other = random_u8(3 * 64)
+    assert finish(jobs.scatter(pool, slots, [on_device(other, DEVICE)])) == (plane_checksum(other),)
+    assert torch.equal(rows.cpu()[slots].flatten(), other)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="every width is compiled, which takes long")
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_pool_and_any_slots(data: st.DataObject) -> None:
+    page = data.draw(st.sampled_from([1, 2, 4, 16]))
+    pages = data.draw(st.integers(1, 12))
+    num_slots = pages * page + data.draw(st.integers(0, page - 1))
+    order = data.draw(st.permutations(range(pages)))[: data.draw(st.integers(1, pages))]
+    slots = [number * page + token for number in order for token in range(page)]
+    num_tokens = len(slots) - data.draw(st.integers(0, page - 1))
+    stores = Stores(
+        data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)),
+        num_slots,
+        page,
+        data.draw(st.sampled_from([0, 0, 1, 8])),
+        data.draw(st.sampled_from([0, 0, 2, 8])),
+    )
+    for jobs in (TRITON, TORCH):
+        check_both_ways(
+            jobs, DEVICE, stores, torch.tensor(slots[:num_tokens]),
+            plane_shift=data.draw(st.sampled_from([0, 0, 1, 8])),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [{"tile_units": 256, "steps": 1}, {"tile_units": 2048, "steps": 16, "num_warps": 8},
+     {"load_cache": ".cg", "load_evict": "evict_first", "store_cache": ".cs"}],
+    ids=str,
+)  # fmt: skip
+def test_constants_change_no_result(monkeypatch: pytest.MonkeyPatch, constants: dict[str, object]) -> None:
+    monkeypatch.setattr(gpukernels, "DEFAULT_TUNING", gpukernels.Tuning(**constants))
+    monkeypatch.setattr(gpukernels, "_PROGRAMS_MIN", 1)
+    check_both_ways(TRITON, DEVICE, Stores([64, 80], 96), slots_of("random", 96, 77))
+
+
+@pytest.mark.parametrize("widths_bytes", [[1024] * 8, [1024, 512], [48, 256, 72, 24]], ids=str)
+def test_planes_that_words_divide_are_moved_by_one_launch(
+    monkeypatch: pytest.MonkeyPatch, widths_bytes: list[int]
+) -> None:
+    """A launch for every plane would cost more than the copy of a short session."""
+    launches = []
+    original = gpukernels.launch
+    monkeypatch.setattr(
+        gpukernels, "launch", lambda *args, **kwargs: (launches.append(args), original(*args, **kwargs))
+    )
+    widths_bytes = [width if width % 16 == 0 else width + 8 for width in widths_bytes]
+    check_both_ways(TRITON, DEVICE, Stores(widths_bytes, 16), torch.arange(16))
+    assert len(launches) == 2
+
+
+@given(
+    widths=st.lists(st.integers(1, 5000), min_size=1, max_size=4), unit_bytes=st.sampled_from([1, 2, 4, 8])
+)
+def test_a_tile_is_a_power_of_two_wide_and_wastes_little(widths: list[int], unit_bytes: int) -> None:
+    how = gpukernels.plan_launch(unit_bytes, widths, is_wide=False)
+    assert how.columns & (how.columns - 1) == 0
+    assert sum(-(-width // how.columns) * how.columns for width in widths) <= 1.25 * sum(widths)
+    assert how.is_exact == (set(widths) == {how.columns})
+
+
+def test_rows_that_fill_a_tile_take_the_exact_path() -> None:
+    how = gpukernels.plan_launch(8, [128] * 96, is_wide=True)
+    assert (how.columns, how.is_exact) == (128, True)
+
+
+@interpreted_only
+@pytest.mark.parametrize("jobs", [TRITON], ids=["triton"])
+def test_what_the_kernel_sums_is_what_it_wrote(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write into the slab right after it was read leaves sums that are true of the pool."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    plane, target = random_u8(50 * 64), torch.zeros(64, 64, dtype=torch.uint8)
+    slots = torch.randperm(64)[:50]
+    before = plane.clone()
+    first, last = plane.data_ptr(), plane.data_ptr() + plane.numel()
+    original = interpreter_builder.create_masked_load
+
+    def late(ptrs, *args):
+        loaded = original(ptrs, *args)
+        if first <= int(ptrs.data.flat[0]) < last:
+            plane.bitwise_not_()
+        return loaded
+
+    monkeypatch.setattr(interpreter_builder, "create_masked_load", late)
+    (sums,) = finish(jobs.scatter(KVPool.mla([target]), slots, [plane]))
+    assert not torch.equal(plane, before)
+    assert sums == plane_checksum(target[slots].flatten())
+
+
+def test_what_the_fallback_sums_is_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane, target = random_u8(50 * 64).to(DEVICE), torch.zeros(64, 64, dtype=torch.uint8, device=DEVICE)
+    slots = torch.randperm(64)[:50]
+    original = torchcopy._sum_words
+
+    def late(words):
+        plane.zero_()
+        return original(words)
+
+    monkeypatch.setattr(torchcopy, "_sum_words", late)
+    (sums,) = finish(TorchScatterJob(KVPool.mla([target]), slots, [plane]))
+    assert sums == plane_checksum(target.cpu()[slots].flatten())
+    assert sums != plane_checksum(plane.cpu())
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def _bad_planes(planes: list[torch.Tensor], case: str) -> list[torch.Tensor]:
+    return {
+        "one too few": planes[:1],
+        "too short": [planes[0], planes[1][:-1]],
+        "too long": [planes[0], torch.zeros(planes[1].numel() + 1, dtype=torch.uint8, device=DEVICE)],
+        "another dtype": [planes[0], planes[1].view(torch.int8)],
+        "2-D": [planes[0], planes[1].view(1, -1)],
+        "on another device": [planes[0], planes[1].to("meta")],
+        "overlap": [planes[0], planes[0]],
+        "not contiguous": [
+            planes[0], torch.zeros(2 * planes[1].numel(), dtype=torch.uint8, device=DEVICE)[::2]
+        ],
+    }[case]  # fmt: skip
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "case",
+    ["one too few", "too short", "too long", "another dtype", "2-D", "on another device", "overlap",
+     "not contiguous"],
+)  # fmt: skip
+def test_planes_that_do_not_fit_are_refused(jobs: Jobs, case: str) -> None:
+    pool = KVPool.mha(*([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)] for _ in "kv"))
+    planes = [torch.full((20 * 64,), POISON, dtype=torch.uint8, device=DEVICE) for _ in "kv"]
+    for kind in (jobs.gather, jobs.scatter):
+        with pytest.raises(InvalidRequest):
+            kind(pool, torch.arange(20), _bad_planes(planes, case))
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "slots",
+    [torch.tensor([0, 32]), torch.tensor([-1, 0]), torch.tensor([3, 3]), torch.tensor([0.0, 1.0]),
+     torch.tensor([[0], [1]]), torch.tensor([], dtype=torch.int64), torch.tensor([0, 1], device="meta")],
+    ids=["above", "below", "twice", "floats", "2-D", "none", "elsewhere"],
+)  # fmt: skip
+def test_slots_that_do_not_fit_are_refused(jobs: Jobs, slots: torch.Tensor) -> None:
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
+    plane = torch.zeros(2 * 64, dtype=torch.uint8, device=DEVICE)
+    for kind in (jobs.gather, jobs.scatter):
+        with pytest.raises(InvalidRequest):
+            kind(pool, slots, [plane])
+
+
+@both_kinds
+def test_pages_whose_slots_are_apart_are_refused(jobs: Jobs) -> None:
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)], 4)
+    with pytest.raises(InvalidRequest, match="not consecutive"):
+        jobs.gather(pool, torch.tensor([0, 2, 1, 3]), [torch.zeros(256, dtype=torch.uint8, device=DEVICE)])
+
+
+@both_kinds
+def test_slots_may_be_int32(jobs: Jobs) -> None:
+    check_both_ways(TORCH, DEVICE, Stores([64], 32), slots_of("random", 32, 20))
+    pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
+    plane = torch.zeros(20 * 64, dtype=torch.uint8, device=DEVICE)
+    slots = torch.randperm(32)[:20]
+    finish(jobs.gather(pool, slots.to(torch.int32), [plane]))
+    assert torch.equal(plane.view(20, 64), pool.planes[0].rows[slots.to(DEVICE)])
+
+
+@both_kinds
+def test_pieces_of_no_bytes_are_refused(jobs: Jobs) -> None:
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
+    with pytest.raises(InvalidRequest, match="piece_bytes"):
+        jobs.gather(pool, torch.arange(1), [torch.zeros(64, dtype=torch.uint8, device=DEVICE)], piece_bytes=0)
+
+
+def test_a_pool_that_is_on_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpukernels, "is_interpreted", lambda: False)
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8)])
+    with pytest.raises(InvalidRequest, match="for a GPU"):
+        gather_gpu(pool, torch.arange(1), [torch.zeros(64, dtype=torch.uint8)])
+    with pytest.raises(InvalidRequest, match="for a GPU"):
+        gpucopy.warm_up(pool)
+
+
+def test_a_cpu_has_no_events_to_wait_for() -> None:
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8)])
+    plane = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(InvalidRequest, match="no streams"):
+        TorchGatherJob(pool, torch.arange(1), [plane], after=[torch.cuda.Event()])
+    job = TorchGatherJob(pool, torch.arange(1), [plane])
+    finish(job)
+    with pytest.raises(InvalidRequest, match="not launched"):
+        _ = job.finished
+
+
+@both_kinds
+def test_nothing_moves_before_the_first_step_and_sums_wait_for_the_end(jobs: Jobs) -> None:
+    pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
+    plane = torch.full((20 * 64,), POISON, dtype=torch.uint8, device=DEVICE)
+    job = jobs.gather(pool, torch.arange(20), [plane])
+    assert not job.done
+    assert not job.is_launched
+    assert job.bytes_done == 0
+    with pytest.raises(InvalidRequest, match="1280 bytes are still to be moved"):
+        _ = job.checksums
+    assert bool((plane == POISON).all())
+    finish(job)
+    assert job.done
+    assert job.step(1)
+    assert job.bytes_done == job.bytes_total == 1280
+
+
+def test_an_error_at_the_launch_is_told_again_and_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(gpukernels, "launch", broken)
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
+    job = GpuGatherJob(pool, torch.arange(1), [torch.zeros(64, dtype=torch.uint8, device=DEVICE)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no compiler"):
+            job.step(1)
+    assert not job.done
+    job.wait()
+
+
+@both_kinds
+def test_a_pool_made_in_inference_mode_can_be_written_outside(jobs: Jobs) -> None:
+    with torch.inference_mode():
+        pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
+    slots, plane = torch.randperm(32)[:20], random_u8(20 * 64)
+    finish(jobs.scatter(pool, slots, [on_device(plane, DEVICE)]))
+    assert torch.equal(pool.planes[0].rows.cpu()[slots].flatten(), plane)
+
+
+def test_the_whole_calls_take_the_order_of_the_cpus() -> None:
+    host = random_u8(32, 64)
+    pool, target = (
+        KVPool.mla([on_device(buffer, DEVICE)]) for buffer in (host, torch.zeros(32, 64, dtype=torch.uint8))
+    )
+    slots = torch.randperm(32)[:20]
+    plane = torch.zeros(20 * 64, dtype=torch.uint8, device=DEVICE)
+    sums = gather_gpu(pool, slots, [plane])
+    assert scatter_gpu([plane], target, slots) == sums
+    assert torch.equal(target.planes[0].rows.cpu()[slots], host[slots])
+    host_plane = torch.zeros(20 * 64, dtype=torch.uint8)
+    assert cpu_copy.gather(KVPool.mla([host]), slots, [host_plane]) == sums
+
+
+# --- the probe ---------------------------------------------------------------------------------------
+
+
+def test_a_device_that_copies_as_the_cpu_does_passes_the_probe() -> None:
+    gpucopy.probe(DEVICE)
+
+
+@pytest.mark.parametrize("fault", ["sums", "bytes"])
+def test_a_device_that_copies_otherwise_fails_the_probe(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    original = gpukernels.launch
+
+    def wrong(table, slots, sums, start, stop, how, **kwargs):
+        original(table, slots, sums, start, stop if fault == "sums" else stop - 1, how, **kwargs)
+        if fault == "sums":
+            sums[0, 1] += 1
+
+    monkeypatch.setattr(gpukernels, "launch", wrong)
+    with pytest.raises(InvariantBroken, match="differ"):
+        gpucopy.probe(DEVICE)
+
+
+def test_without_triton_a_job_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    import snapd.kv
+
+    monkeypatch.delattr(snapd.kv, "gpukernels")
+    monkeypatch.setitem(sys.modules, "snapd.kv.gpukernels", None)
+    gpucopy._kernels.cache_clear()
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
+    try:
+        with pytest.raises(ExtraMissing, match="pip install triton"):
+            GpuGatherJob(pool, torch.arange(1), [torch.zeros(64, dtype=torch.uint8, device=DEVICE)])
+    finally:
+        gpucopy._kernels.cache_clear()
