@@ -54,12 +54,15 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
         ring_bytes: staging memory, at most; allocated as it is needed.
         in_flight_bytes_max: how much is written at a time; one piece at least.
         retries_max: how often a piece is written again, and how often a peer that rests is waited for.
+        gather_threads: torch's threads while a piece is gathered on the CPU; None: as torch is set. On few
+            cores more than one get in the way of the transport's own.
     """
 
     piece_bytes: int = 16 * MIB
     ring_bytes: int = 256 * MIB
     in_flight_bytes_max: int = 64 * MIB
     retries_max: int = 3
+    gather_threads: int | None = 1
 
 
 class Pusher:
@@ -312,7 +315,8 @@ class Pusher:
         return StagedJob(
             grant, self.layout, self.control, self._attempts, started_s,
             hello=hello, source_for=source_for, ring=self._ring, flights=self._flights,
-            writers=self._writers, retries_max=self.settings.retries_max, clock=self._clock,
+            writers=self._writers, retries_max=self.settings.retries_max,
+            gather_threads=self.settings.gather_threads, clock=self._clock,
         )  # fmt: skip
 
     def push_planes(

@@ -19,6 +19,7 @@ from snapd.kv.pushjob import GrantedJob
 from snapd.kv.slabs import plane_places
 from snapd.kv.staged import StagedSource
 from snapd.kv.staging import StagingBuffer, StagingRing
+from snapd.kv.threads import torch_threads
 from snapd.kv.writers import RankWriter, Writers, arena_offer
 from snapd.layout import Layout
 from snapd.transport.base import TicketState, Write
@@ -116,6 +117,7 @@ class StagedJob(GrantedJob):
         flights: the writes of this pusher.
         writers: the writers of this pusher.
         retries_max: how often a piece is written again, and how often a peer that rests is waited for.
+        gather_threads: torch's threads while a piece is gathered.
         clock: seconds, monotonic.
     """
 
@@ -133,6 +135,7 @@ class StagedJob(GrantedJob):
         flights: Flights,
         writers: Writers,
         retries_max: int,
+        gather_threads: int | None,
         clock: Callable[[], float],
     ) -> None:
         self._hello = hello
@@ -141,6 +144,7 @@ class StagedJob(GrantedJob):
         self._flights = flights
         self._writers = writers
         self._retries_max = retries_max
+        self._gather_threads = gather_threads
         self._clock = clock
         self._shards = [_Shard(rank_grant) for rank_grant in grant.ranks]
         self._rests = 0
@@ -297,7 +301,8 @@ class StagedJob(GrantedJob):
         """Gather into the buffer, up to *max_bytes* with those before; return how many bytes."""
         assert shard.source is not None and shard.buffer is not None
         before_bytes = shard.source.bytes_done
-        staged = shard.source.step(max_bytes, moved_bytes)
+        with torch_threads(self._gather_threads):
+            staged = shard.source.step(max_bytes, moved_bytes)
         if staged is not None:
             target_ptr = shard.grant.snapshot_buf_base_ptr + staged.offset_bytes
             write = Write(shard.buffer.address, target_ptr, staged.size_bytes)

@@ -24,7 +24,7 @@ import pytest
 from daemon_process import clean_environment
 from kv_cases import HERE, PATIENCE_S, Pair, records
 from late_cases import WIDE, end_with_the_tests
-from raw_client import log_events, wait_for
+from raw_client import log_events, outcomes, wait_for
 
 from snapd.core import records as rec
 from snapd.kv.push import PushResult
@@ -39,8 +39,8 @@ RING_BYTES = 8 * PIECE_BYTES
 NUM_TOKENS = 64
 HELD_PIECES = 5
 TOKENS = tuple(range(NUM_TOKENS))
-# Mooncake's own patience, in D: 30 s unless set.
-SHORT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_TCP_STATUS_TIMEOUT_SEC": "1"}
+# Mooncake waits for 30 s for a peer unless it is told otherwise.
+IMPATIENT = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "1", "MC_TCP_STATUS_TIMEOUT_SEC": "1"}
 # Longer than D waits for the daemon's answer.
 TOLD_S = 2 * PATIENCE_S
 _tenants = itertools.count()
@@ -53,12 +53,14 @@ class AskedFor(msgspec.Struct, frozen=True, kw_only=True):
         socket_path: the daemon's.
         tenant: of its namespace.
         retries_max: see ``PushSettings``.
+        mooncake: Mooncake's variables.
         network: a path to the network namespace that it shall enter; empty: none.
     """
 
     socket_path: str
     tenant: str
     retries_max: int
+    mooncake: dict[str, str]
     network: str = ""
 
 
@@ -117,9 +119,10 @@ class Decoder:
     Args:
         pair: P, whose D it stands for.
         retries_max: see ``PushSettings``.
+        mooncake: Mooncake's variables.
     """
 
-    def __init__(self, pair: Pair, retries_max: int) -> None:
+    def __init__(self, pair: Pair, retries_max: int, mooncake: dict[str, str]) -> None:
         self._pair = pair
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.settimeout(TOLD_S)
@@ -130,6 +133,7 @@ class Decoder:
             socket_path=str(pair.daemon.socket_path),
             tenant=pair.pusher.layout.namespace.tenant,
             retries_max=retries_max,
+            mooncake=mooncake,
             network=f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net" if _is_inside[0] else "",
         )
         self._say(msgspec.json.encode(asked_for).decode())
@@ -179,8 +183,8 @@ class Decoder:
 
 
 @contextlib.contextmanager
-def decoder(pair: Pair, retries_max: int = 3) -> Iterator[Decoder]:
-    started = Decoder(pair, retries_max)
+def decoder(pair: Pair, retries_max: int = 3, mooncake: dict[str, str] = IMPATIENT) -> Iterator[Decoder]:
+    started = Decoder(pair, retries_max, mooncake)
     try:
         yield started
     finally:
@@ -196,6 +200,12 @@ def prefill(daemon: Any) -> Iterator[Pair]:
         pair.check()
     finally:
         pair.close()
+
+
+def outcome(daemon: Any, handle: int) -> str:
+    """Return how an attempt ended, once the log tells: that of a former epoch is closed beside the start."""
+    (reason,) = wait_for(lambda: outcomes(daemon.log_path).get(handle), "an outcome")
+    return reason
 
 
 def meet_again(pair: Pair) -> None:

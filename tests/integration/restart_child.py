@@ -16,7 +16,6 @@ from restart_cases import (
     NUM_SLOTS,
     PIECE_BYTES,
     RING_BYTES,
-    SHORT,
     Asked,
     AskedFor,
     Told,
@@ -105,7 +104,7 @@ def decode(line: Line, asked_for: AskedFor) -> None:
     if asked_for.network:
         with Path(asked_for.network).open("rb") as network:
             enter_network(network.fileno())
-    os.environ.update(SHORT)
+    os.environ.update(asked_for.mooncake)
     hold = Hold(line)
     make = mooncake_writers(MooncakeConfig(), IN_FLIGHT_BYTES_MAX)
 

@@ -20,7 +20,7 @@ from late_cases import (
 )
 from raw_client import LogFollower, wait_for
 from restart_cases import TOKENS as SENT
-from restart_cases import Decoder, Told, decoder, hold, ingest, prefill
+from restart_cases import Decoder, Told, decoder, hold, ingest, own_network, prefill, set_loopback
 
 from snapd.core import records as rec
 from snapd.core.events import State
@@ -279,9 +279,38 @@ def test_a_d_that_stands_still_is_waited_for_in_quarantine_until_it_gives_proof(
         d.go_on()
         result = d.result()
         assert (result.ok, result.reason) == (False, Reason.TRANSFER_TIMEOUT)
+        if not result.drained:
+            # It looks after its writes when it has something to do.
+            d.push("next")
         released = record(daemon, rec.SlabReleased, handle)
         assert (released.was, released.why) == ("quarantined", "drained")
-        assert pair.is_all_free()
+
+
+def test_writes_that_arrive_after_their_attempt_are_over_and_then_d_gives_proof(
+    mooncake: StartDaemon,
+) -> None:
+    """The network is away in the middle of a push, for longer than the daemon waits and not as long as D."""
+    with own_network():
+        daemon = mooncake(quarantine_ms=HOUR_MS, transfer_timeout_ms=2_000)
+        follower = LogFollower(daemon.log_path)
+        with prefill(daemon) as pair, decoder(pair, mooncake={}) as d:
+            handle = hold(pair, d, "s")
+            set_loopback(is_there=False)
+            d.go_on()
+            result = d.result()
+            assert (result.ok, result.reason, result.drained) == (False, Reason.TRANSFER_TIMEOUT, False)
+            assert record(daemon, rec.SlabQuarantined, handle).why == "undrained"
+            check_books(pair, follower)
+            assert not records(daemon, rec.SlabReleased, handle)
+            set_loopback(is_there=True)
+
+            def is_released() -> bool:
+                d.push("next")
+                return bool(records(daemon, rec.SlabReleased, handle))
+
+            wait_for(is_released, "drain proof", PATIENCE_S)
+            released = record(daemon, rec.SlabReleased, handle)
+            assert (released.was, released.why) == ("quarantined", "drained")
 
 
 # --- D is gone ----------------------------------------------------------------------------------------

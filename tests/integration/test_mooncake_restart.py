@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kv_cases import PATIENCE_S
 from late_cases import HOUR_MS, check_books, num_tcp_sockets, stopped, unread_bytes
-from raw_client import LogFollower, is_all_free, outcomes, wait_for
+from raw_client import LogFollower, is_all_free, wait_for
 from restart_cases import (
     SAME_PORT_TRIES,
     Decoder,
@@ -17,6 +17,7 @@ from restart_cases import (
     ingest,
     meet_again,
     metadata_server,
+    outcome,
     own_network,
     prefill,
     set_loopback,
@@ -59,7 +60,7 @@ def test_the_same_d_goes_on_after_the_daemon_was_killed_under_its_push(mooncake:
         ingest(pair, "s", again)
         former, present = epochs(daemon)
         assert former != present == pair.d.connect().epoch
-        assert outcomes(daemon.log_path)[handle] == ["daemon-restarted"]
+        assert outcome(daemon, handle) == "daemon-restarted"
         assert is_all_free(pair.core())
 
 
@@ -80,7 +81,7 @@ def test_a_push_over_a_restart_is_prepared_again_in_the_new_epoch(mooncake: Star
             else:
                 assert (result.ok, result.reason, result.slab_handle) == (False, Reason.STALE_HANDLE, handle)
                 assert pair.core().attempts == 0 and is_all_free(pair.core())
-            assert outcomes(daemon.log_path)[handle] == ["daemon-restarted"]
+            assert outcome(daemon, handle) == "daemon-restarted"
         assert len(set(epochs(daemon))) == 3
 
 
@@ -160,7 +161,7 @@ def test_a_peer_that_cannot_be_reached_rests_longer_each_time_and_is_tried_again
             ingest(pair, "next", d.push("next", seed=8))
             assert pair.d.connect().epoch == epoch
             for handle in failed:
-                assert outcomes(daemon.log_path)[handle] == ["transfer-failed"]
+                assert outcome(daemon, handle) == "transfer-failed"
             check_books(pair, follower)
 
 
@@ -188,7 +189,7 @@ def test_a_d_that_is_started_again_goes_on_and_nothing_of_the_former_is_left(moo
         with decoder(pair) as d:
             result = d.push("s")
             ingest(pair, "s", result)
-            assert outcomes(daemon.log_path)[handle] in (["writer-gone"], ["superseded"])
+            assert outcome(daemon, handle) in ("writer-gone", "superseded")
         wait_for(lambda: num_tcp_sockets(daemon) <= before, "the data connections are gone", PATIENCE_S)
         wait_for(lambda: pair.d.stats().connections == connections, "so are the others", PATIENCE_S)
         wait_for(pair.is_all_free, "every byte is free", PATIENCE_S)

@@ -92,7 +92,7 @@ def check_both_ways(
     checksum: bool = True,
     piece_bytes: int | None = None,
 ) -> None:
-    """Gather and scatter on *device*, and compare every byte of both sides, and the sums, with the CPU's copy."""
+    """Gather and scatter on *device*; compare every byte of both sides, and the sums, with the CPU's copy."""
     num_tokens = slots.numel()
     host_stores = stores.random()
     device_stores = [on_device(store, device) for store in host_stores]
@@ -106,9 +106,7 @@ def check_both_ways(
     assert finish(job) == sums
     assert job.bytes_done == job.bytes_total == sum(plane.numel() for plane in planes)
     assert torch.equal(slab.cpu(), host_slab)
-    assert all(
-        torch.equal(one.cpu(), other) for one, other in zip(device_stores, host_stores, strict=True)
-    )
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(device_stores, host_stores, strict=True))
 
     host_targets = stores.poisoned()
     targets = [on_device(store, device) for store in host_targets]

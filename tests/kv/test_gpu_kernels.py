@@ -206,8 +206,7 @@ def test_rows_that_fill_a_tile_take_the_exact_path() -> None:
 
 
 @interpreted_only
-@pytest.mark.parametrize("jobs", [TRITON], ids=["triton"])
-def test_what_the_kernel_sums_is_what_it_wrote(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_sums_is_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write into the slab right after it was read leaves sums that are true of the pool."""
     from triton.runtime.interpreter import interpreter_builder
 
@@ -224,7 +223,7 @@ def test_what_the_kernel_sums_is_what_it_wrote(jobs: Jobs, monkeypatch: pytest.M
         return loaded
 
     monkeypatch.setattr(interpreter_builder, "create_masked_load", late)
-    (sums,) = finish(jobs.scatter(KVPool.mla([target]), slots, [plane]))
+    (sums,) = finish(GpuScatterJob(KVPool.mla([target]), slots, [plane]))
     assert not torch.equal(plane, before)
     assert sums == plane_checksum(target[slots].flatten())
 
@@ -300,7 +299,6 @@ def test_pages_whose_slots_are_apart_are_refused(jobs: Jobs) -> None:
 
 @both_kinds
 def test_slots_may_be_int32(jobs: Jobs) -> None:
-    check_both_ways(TORCH, DEVICE, Stores([64], 32), slots_of("random", 32, 20))
     pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
     plane = torch.zeros(20 * 64, dtype=torch.uint8, device=DEVICE)
     slots = torch.randperm(32)[:20]
@@ -328,7 +326,7 @@ def test_a_cpu_has_no_events_to_wait_for() -> None:
     pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8)])
     plane = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(InvalidRequest, match="no streams"):
-        TorchGatherJob(pool, torch.arange(1), [plane], after=[torch.cuda.Event()])
+        TorchGatherJob(pool, torch.arange(1), [plane], after=[object()])  # torch without CUDA has no events
     job = TorchGatherJob(pool, torch.arange(1), [plane])
     finish(job)
     with pytest.raises(InvalidRequest, match="not launched"):
