@@ -12,7 +12,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -34,11 +34,13 @@ def is_loopback(host: str) -> bool:
 
 
 @contextlib.contextmanager
-def listening_inside_only() -> Iterator[None]:
+def listening_inside_only(ports: Container[int] | None = None) -> Iterator[None]:
     """Sockets that come to listen inside the block take connections from this host only.
 
-    Whoever connected from elsewhere before they were bound is cut off. No other thread may open sockets
-    meanwhile.
+    Args:
+        ports: only sockets that listen on these, for a process whose other threads may open sockets
+            meanwhile. None: whatever comes to listen; and whoever connected from elsewhere before the
+            sockets were bound is cut off, so no other thread may open sockets meanwhile.
 
     Raises:
         TransportError: the kernel does not allow it; says what to do.
@@ -48,8 +50,11 @@ def listening_inside_only() -> Iterator[None]:
     opened = [fd for inode, fd in _internet_sockets() if inode not in before]
     for fd in opened:
         with contextlib.closing(socket.socket(fileno=os.dup(fd))) as sock:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if is_listening and (ports is None or sock.getsockname()[1] in ports):
                 _bind_to_device(sock)
+    if ports is not None:
+        return
     for inode, fd in _internet_sockets():
         if inode not in before:
             _cut_off_foreigner(fd)

@@ -30,6 +30,7 @@ from snapd.errors import TransportError
 from snapd.mooncakeconfig import PEER_HANDSHAKE, MooncakeConfig, Protocol
 from snapd.transport.backoff import Backoff
 from snapd.transport.base import Write
+from snapd.transport.loopback import is_loopback, listening_inside_only
 from snapd.transport.mooncake_package import find_package, load_engine_module
 from snapd.units import ceil_div, format_bytes
 
@@ -104,13 +105,18 @@ class MooncakeEngine:
 
     def _start(self, config: MooncakeConfig) -> str:
         name = _bracketed(config.host)
+        first, last = _port_range()
+        ports = set(range(first, last + 1))
         if config.metadata_server != PEER_HANDSHAKE:
             # There the name is a key: two processes of a host with the same would answer for each other.
             self._name_holder = socket.socket()
             self._name_holder.bind(("", 0))
+            ports.add(self._name_holder.getsockname()[1])
             name = f"{name}:{self._name_holder.getsockname()[1]}"
         self._raw: Any = self._module.TransferEngine()
-        code = self._raw.initialize(name, config.metadata_server, config.protocol, config.devices)
+        # Registered memory can be read and written by whoever reaches the ports; D's staging memory too.
+        with listening_inside_only(ports) if is_loopback(config.host) else contextlib.nullcontext():
+            code = self._raw.initialize(name, config.metadata_server, config.protocol, config.devices)
         if code != 0:
             self.close()
             what_else = (

@@ -1,5 +1,6 @@
 """What is particular to Mooncake, over TCP on loopback: peers that stop, end, and come back."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -251,3 +252,25 @@ def test_a_peer_that_comes_back_on_its_old_address_is_reached_by_a_fresh_engine(
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"first": "done", "old engine": "failed", "fresh engine": "done"}
+
+
+@pytest.mark.parametrize(("host", "device"), [("127.0.0.1", b"lo"), ("0.0.0.0", b"")])
+def test_an_engine_with_a_loopback_host_listens_for_this_host_only(host: str, device: bytes) -> None:
+    """Its registered memory could be read and written from elsewhere."""
+    before = set(listeners())
+    engine = MooncakeEngine(MooncakeConfig(host=host))
+    opened = {port: bound_to for port, bound_to in listeners().items() if port not in before}
+    engine.close()
+    assert len(opened) >= 2, "one for the handshake, one for data"
+    assert set(opened.values()) == {device}
+
+
+def listeners() -> dict[int, bytes]:
+    """Return the device that each listening socket of this process is bound to, by port."""
+    found: dict[int, bytes] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                bound_to = sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+                found[sock.getsockname()[1]] = bound_to
+    return found

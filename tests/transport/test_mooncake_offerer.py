@@ -219,6 +219,23 @@ def test_sockets_from_before_are_left_alone_and_this_host_still_gets_through() -
                 listener.accept()[0].close()
 
 
+def test_other_threads_sockets_are_left_alone_when_the_ports_are_named() -> None:
+    with contextlib.ExitStack() as stack, socket.socket() as client:
+        client.settimeout(5)
+        client.bind(("127.0.0.3", 0))
+        with socket.create_server(("", 0)) as trial:
+            port = trial.getsockname()[1]
+        with listening_inside_only({port}):
+            wanted = stack.enter_context(socket.create_server(("", port)))
+            other = stack.enter_context(socket.create_server(("", 0)))
+            client.connect(("127.0.0.1", other.getsockname()[1]))
+            accepted = stack.enter_context(other.accept()[0])
+        assert device_of(wanted) == b"lo"
+        assert device_of(other) == b""
+        accepted.send(b"x")
+        assert client.recv(1) == b"x"
+
+
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_who_has_connected_from_elsewhere_meanwhile_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, is_foreign: bool
