@@ -31,7 +31,8 @@ import torch
 from snapd.errors import SnapdError, TransportError
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import Progress, TicketState, Write
-from snapd.transport.mooncake_engine import MooncakeEngine, MooncakeEngines
+from snapd.transport.mooncake_engine import MooncakeEngine
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
 from snapd.units import MIB, MS_PER_S, format_bytes, parse_size_bytes
 

@@ -189,7 +189,7 @@ def _writer(task: m.Task, offer: m.Offer, say: Say) -> Iterator[ArenaWriter]:
         say(m.Stage("mapping the arena"))
         writer: ArenaWriter = ShmWriter(map_arena(offer.address, 0, writable=True, timeout_s=_MAP_S))
     else:
-        from snapd.transport.mooncake_engine import MooncakeEngines
+        from snapd.transport.mooncake_engines import MooncakeEngines
         from snapd.transport.mooncake_writer import MooncakeWriter
 
         say(m.Stage(f"starting Mooncake for {task.mooncake.protocol}"))

@@ -35,7 +35,7 @@ def mooncake_writers(config: MooncakeConfig, in_flight_bytes_max: int) -> Writer
 
     def make(hello: HelloRep, rank: int, epoch: str) -> ArenaWriter:
         # Only a D that pushes over Mooncake needs the package.
-        from snapd.transport.mooncake_engine import MooncakeEngines
+        from snapd.transport.mooncake_engines import MooncakeEngines
         from snapd.transport.mooncake_writer import MooncakeWriter
 
         address = hello.mooncake

@@ -25,7 +25,8 @@ import msgspec
 
 from snapd.errors import TransportError
 from snapd.transport.base import Progress, TicketState, Write
-from snapd.transport.mooncake_engine import MooncakeEngine, MooncakeEngines, Opening, WriteState
+from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
+from snapd.transport.mooncake_engines import MooncakeEngines, Opening
 from snapd.units import MIB
 
 IN_FLIGHT_BYTES_MAX: Final = 256 * MIB

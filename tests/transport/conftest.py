@@ -10,7 +10,8 @@ from target import Target, address_of
 from snapd.errors import SnapdError
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import Write
-from snapd.transport.mooncake_engine import MooncakeEngine, MooncakeEngines, WriteState
+from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_package import load_engine_module
 
 SOURCE_BYTES = 8 * 1024 * 1024

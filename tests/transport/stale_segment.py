@@ -16,7 +16,7 @@ from target import SIZE_BYTES, Target, address_of, wait_for
 
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import TicketState, Write
-from snapd.transport.mooncake_engine import MooncakeEngines
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
 
 _SIOCSIFFLAGS = 0x8914

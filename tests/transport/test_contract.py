@@ -14,7 +14,7 @@ from snapd.arena import HostArena
 from snapd.errors import TransportError
 from snapd.mapping import MappedArena, _map
 from snapd.transport.base import ArenaWriter, Progress, TicketState, Write
-from snapd.transport.mooncake_engine import MooncakeEngines
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
 from snapd.transport.shm import ShmWriter
 

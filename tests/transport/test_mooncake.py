@@ -19,7 +19,8 @@ from test_backoff import Clock
 from snapd.errors import PeerResting, TransportError
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import Progress, TicketState, Write
-from snapd.transport.mooncake_engine import MooncakeEngine, MooncakeEngines
+from snapd.transport.mooncake_engine import MooncakeEngine
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
 
 DONE = Progress(TicketState.DONE, is_drained=True)

@@ -18,13 +18,8 @@ from snapd.errors import ExtraMissing, TransportError
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport import mooncake_engine
 from snapd.transport.base import Write
-from snapd.transport.mooncake_engine import (
-    RETIRED_MAX,
-    SEGMENTS_MAX,
-    MooncakeEngine,
-    MooncakeEngines,
-    WriteState,
-)
+from snapd.transport.mooncake_engine import RETIRED_MAX, MooncakeEngine, WriteState
+from snapd.transport.mooncake_engines import SEGMENTS_MAX, MooncakeEngines
 from snapd.transport.mooncake_package import Package
 
 WRITE = Write(1 << 40, 1 << 41, 64)

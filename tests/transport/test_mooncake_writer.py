@@ -12,7 +12,8 @@ from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport import mooncake_writer
 from snapd.transport.backoff import Backoff
 from snapd.transport.base import Progress, TicketState, Write
-from snapd.transport.mooncake_engine import MooncakeEngines, WriteState
+from snapd.transport.mooncake_engine import WriteState
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import IN_FLIGHT_WRITES_MAX, NOTIFICATIONS_MAX, MooncakeWriter
 
 BASE = 1 << 30
