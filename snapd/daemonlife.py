@@ -48,6 +48,6 @@ class DaemonLife:
 
 def _has_hung_up(fd: int) -> bool:
     poller = select.poll()
-    # Hanging up and errors are told anyway.
-    poller.register(fd, select.POLLRDHUP)
+    # The other end's closing is told whatever is asked for.
+    poller.register(fd, 0)
     return bool(poller.poll(0))

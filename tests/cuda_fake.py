@@ -1,4 +1,5 @@
-"""A CUDA driver over host memory, for machines without a GPU: ``install`` puts it where the real one would be.
+# ruff: noqa: N802 - the names are the driver's
+"""A CUDA driver over host memory, for machines without a GPU: ``install`` puts it in the real one's place.
 
 It has what ``snapd.cuda`` uses, with the real argument types, and keeps to the real rules: a context must be
 current, what is freed twice is refused, and the process that has the memory cannot open its own handle. The

@@ -1,4 +1,4 @@
-"""The driver by ctypes and arenas on a GPU, over a driver that is not there: codes, messages, and no leaks."""
+"""The driver by ctypes and arenas on a GPU, over a driver that is not there: codes, messages, no leaks."""
 
 import ctypes
 import os
@@ -105,7 +105,7 @@ def test_every_return_code_is_looked_at(monkeypatch, name):
     fake = install(FakeDriver(opens_own=True, fails={name: 700}))
     with pytest.raises(CudaError, match=f"^{name}: CUDA_ERROR_ILLEGAL_ADDRESS"):
         everything()
-    assert not fake.errors and not fake.stack or name == "cuCtxPopCurrent_v2"
+    assert (not fake.errors and not fake.stack) or name == "cuCtxPopCurrent_v2"
     if name not in ("cuMemFree_v2", "cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"):
         assert not fake.allocated
     if name not in ("cuIpcCloseMemHandle", "cuCtxPopCurrent_v2"):

@@ -143,6 +143,8 @@ def test_a_writer_that_is_closed_writes_no_more(arena: MappedArena) -> None:
     data = ctypes.create_string_buffer(b"\xff" * 8, 8)
     with pytest.raises(TransportError, match="closed"):
         writer.submit([Write(ctypes.addressof(data), 0, 8)])
+    with pytest.raises(TransportError, match="closed"):
+        writer.submit([])
     assert not any(held[:8])
 
 

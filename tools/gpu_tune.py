@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa
 """Temporary, not to be committed: sweeps the kernel's constants on a GPU and prints the best, within two minutes.
 

@@ -47,10 +47,11 @@ class Tuning:
         store_evict: eviction policy of stores.
     """
 
-    tile_units: int = 1024
+    # Measured on an H200; see docs/gpu.md.
+    tile_units: int = 512
     steps: int = 4
     num_warps: int = 4
-    load_cache: str = ""
+    load_cache: str = ".cg"
     load_evict: str = ""
     store_cache: str = ""
     store_evict: str = ""

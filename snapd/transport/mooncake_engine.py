@@ -85,6 +85,7 @@ class MooncakeEngine:
         if config.protocol not in get_args(Protocol):
             raise TransportError(f"protocol {config.protocol!r}: use one of {', '.join(get_args(Protocol))}")
         os.environ.update(config.settings)
+        self._protocol = config.protocol
         with _protocol_in_environment(config.protocol):
             self._module: Any = load_engine_module()
             package = find_package()
@@ -206,6 +207,14 @@ class MooncakeEngine:
         # all others waiting. The probe takes no lock, and only who answers it is opened.
         if not self.probe(segment_name):
             raise TransportError(f"nobody answers at {segment_name}")
+        if self._protocol != "tcp":
+            # A write of nothing is no write to a GPU's copy engine. This call holds the interpreter lock
+            # while it opens, but the peer has answered just now.
+            if not self._raw.get_first_buffer_address(segment_name):
+                raise TransportError(f"no arena can be reached at {segment_name}")
+            with self._lock:
+                self._open.add(segment_name)
+            return
         # A write of nothing opens; get_first_buffer_address would hold the interpreter lock meanwhile.
         batch_id = self.submit(segment_name, Write(0, target_ptr, 0))
         while (state := self.check(batch_id)) is WriteState.RUNNING:

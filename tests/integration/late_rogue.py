@@ -10,7 +10,7 @@ from snapd.client import Client
 from snapd.layout import token_digest
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import Write
-from snapd.transport.mooncake_engine import MooncakeEngines
+from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
 from snapd.units import KIB
 

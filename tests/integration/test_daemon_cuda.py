@@ -1,9 +1,8 @@
-"""A daemon process with arenas on GPUs, over a driver that is not there: from ``hello`` to what a death leaves."""
+"""A daemon process with arenas on GPUs, over a driver that is not there: hello, mappings, and deaths."""
 
 import ctypes
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 from daemon_process import DaemonProcess, clean_environment
 
-TESTS = Path(__file__).parents[1]
-sys.path.append(str(TESTS))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from cuda_fake import MIB, FakeDriver, install
 
@@ -23,6 +21,7 @@ from snapd.client import Client
 from snapd.errors import ConnectionLost
 from snapd.mapping import map_arena
 
+TESTS = Path(__file__).parents[1]
 PATIENCE_S = 20.0
 
 
@@ -159,7 +158,7 @@ def test_a_client_that_is_killed_leaves_the_daemon_as_it_was(daemon, fake):
 
 
 def num_fds_of(daemon):
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    return len(list(Path(f"/proc/{daemon.process.pid}/fd").iterdir()))
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver")

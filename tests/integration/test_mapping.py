@@ -135,6 +135,29 @@ def test_a_mapping_for_writing_changes_the_arena(daemon, arena):
     mapped.close()
 
 
+def test_a_copy_into_a_mapping_stays_inside_and_is_refused_when_it_is_closed(daemon, arena):
+    with daemon.playing(handing_over(daemon, arena)):
+        mapped = map_arena(daemon.path, 0, True, PATIENCE_S)
+    source = ctypes.create_string_buffer(b"copied", 6)
+    mapped.copy_in(SIZE_BYTES - 6, ctypes.addressof(source), 6)
+    assert os.pread(arena, 6, SIZE_BYTES - 6) == b"copied"
+    for offset, size_bytes in ((-1, 6), (SIZE_BYTES - 5, 6), (0, -1)):
+        with pytest.raises(ValueError, match="leave an arena"):
+            mapped.copy_in(offset, ctypes.addressof(source), size_bytes)
+    mapped.close()
+    with pytest.raises(ValueError, match="closed"):
+        mapped.copy_in(0, ctypes.addressof(source), 6)
+
+
+def test_a_mapping_on_the_host_outlives_the_daemon(daemon, arena):
+    with daemon.playing(handing_over(daemon, arena)):
+        mapped = map_arena(daemon.path, 0, False, PATIENCE_S)
+    daemon.stop()
+    mapped.check_alive()
+    assert not mapped.is_abandoned and bytes(mapped.buffer[:5]) == b"first"
+    mapped.close()
+
+
 def test_a_write_past_pythons_checks_into_a_mapping_for_reading_faults(daemon, arena):
     script = f"""
         import ctypes

@@ -131,10 +131,10 @@ def test_a_client_without_a_driver_is_told_so(fake, arena, mapped_from, monkeypa
     monkeypatch.setattr(cuda, "load_library", missing)
     monkeypatch.setattr(cuda, "_driver", None)
     before = num_fds()
-    with pytest.raises(MapFailed, match="no NVIDIA driver in this process"):
+    with pytest.raises(MapFailed, match="no NVIDIA driver in this process") as caught:
         mapped_from(memory_of(arena))
-    gc.collect()
-    assert num_fds() == before + 1  # The daemon's end of the connection.
+    # The daemon's end of the connection, and nothing of this one's, also while the error is kept.
+    assert num_fds() == before + 1 and caught.value is not None
 
 
 @pytest.mark.parametrize(
@@ -152,16 +152,19 @@ def test_a_hand_over_that_does_not_fit_is_a_protocol_error_and_leaves_nothing(
     daemon, fake, arena, mapped_from, changes, answer, message
 ):
     before = num_fds()
-    with pytest.raises(ProtocolError, match=message):
+    with pytest.raises(ProtocolError, match=message) as caught:
         mapped_from(memory_of(arena, **changes), **answer)
     daemon.peers.pop().close()
+    fds_of_memory = 2 * len(fake.opened)
+    assert num_fds() == before + fds_of_memory and caught.value is not None
+    del caught
     gc.collect()
     assert num_fds() == before and not fake.opened
 
 
 def test_a_file_descriptor_with_it_is_a_protocol_error(arena, mapped_from):
     before = num_fds()
-    with open(os.devnull) as extra, pytest.raises(ProtocolError, match="1 file descriptors came.*not 0"):
+    with Path(os.devnull).open() as extra, pytest.raises(ProtocolError, match=r"1 file desc.* came.*not 0"):
         mapped_from(memory_of(arena), extra.fileno())
     assert num_fds() == before + 1
 
@@ -193,8 +196,7 @@ def test_a_handle_is_opened_once_and_closed_after_the_last_mapping(fake, arena, 
 
 
 def test_threads_that_map_at_once_share_one_opening(fake, arena):
-    pid = os.getpid()
-    life = _life_of(pid)
+    life = _life_of()
     start, made = threading.Barrier(4), []
 
     def open_it():
@@ -211,11 +213,10 @@ def test_threads_that_map_at_once_share_one_opening(fake, arena):
         mapped.close()
 
 
-def _life_of(pid):
+def _life_of():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        life = daemonlife.DaemonLife(ours)
-    return life
+        return daemonlife.DaemonLife(ours)
 
 
 def test_another_life_of_the_daemon_is_another_opening(fake, arena, mapped_from):
@@ -266,15 +267,13 @@ def test_a_view_or_a_copy_that_leaves_the_arena_is_refused(fake, arena, mapped_f
 
 
 @pytest.mark.parametrize("name", ["cuCtxSynchronize", "cuIpcCloseMemHandle", "cuDevicePrimaryCtxRelease_v2"])
-def test_what_cannot_be_closed_cleanly_is_told_and_the_rest_is_closed(
-    fake, arena, mapped_from, name, capsys
-):
+def test_what_cannot_be_closed_cleanly_is_told_and_the_rest_is_closed(fake, arena, mapped_from, name, capsys):
     mapped = mapped_from(memory_of(arena))
     address = mapped.address
     fake.fails[name] = BROKEN
     mapped.close()
     del fake.fails[name]
-    assert f"not closed cleanly" in capsys.readouterr().out
+    assert "not closed cleanly" in capsys.readouterr().out
     assert (not fake.opened) is (name != "cuIpcCloseMemHandle")
     assert (fake.retained == [0, 1]) is (name != "cuDevicePrimaryCtxRelease_v2")
     if fake.opened:
@@ -285,15 +284,17 @@ def test_what_cannot_be_closed_cleanly_is_told_and_the_rest_is_closed(
 
 def test_a_forked_child_cannot_use_it_and_closes_nothing(fake, arena, mapped_from):
     mapped = mapped_from(memory_of(arena))
+    num_calls = len(fake.calls)
     child = os.fork()
     if child == 0:
         status = 1
         try:
             mapped.view(0, 1)
         except CudaError:
-            mapped.close()
-            status = 0 if fake.calls.count("cuIpcCloseMemHandle") == 0 and fake.opened else 2
-        os._exit(status)
+            status = 2
+        mapped.close()
+        gc.collect()
+        os._exit(0 if status == 2 and not cudamapping._openings and len(fake.calls) == num_calls else status)
     assert os.waitpid(child, 0)[1] == 0
     assert mapped.view(0, 5) is not None
     mapped.close()
@@ -350,10 +351,21 @@ def test_the_end_of_the_other_process_is_seen_at_once_with_and_without_a_pidfd(
 
 def test_a_life_that_is_not_looked_at_any_more_holds_no_file_descriptor():
     before = num_fds()
-    life = _life_of(os.getpid())
+    life = _life_of()
     assert num_fds() == before + 1 and not life.is_over
     del life
     assert num_fds() == before
+
+
+def test_a_life_that_was_closed_is_over_also_when_its_file_descriptor_is_used_again():
+    life = _life_of()
+    life.close()
+    pipe = os.pipe()
+    try:
+        assert life.is_over
+    finally:
+        for fd in pipe:
+            os.close(fd)
 
 
 def grant(base=0):

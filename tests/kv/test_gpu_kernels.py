@@ -71,7 +71,7 @@ def test_all_bytes_arrive_and_no_others_change(jobs: Jobs, widths: list[int], pa
 def test_many_programs_steps_and_pieces(jobs: Jobs, widths: list[int], num_tokens: int) -> None:
     slots = slots_of("random", 192, num_tokens)
     check_both_ways(jobs, DEVICE, Stores(widths, 192), slots)
-    check_both_ways(jobs, DEVICE, Stores(widths, 192), slots, piece_bytes=40 * sum(widths))
+    check_both_ways(jobs, DEVICE, Stores(widths, 192), slots, piece_bytes=37 * sum(widths))
 
 
 @both_kinds
@@ -291,6 +291,15 @@ def test_slots_that_do_not_fit_are_refused(jobs: Jobs, slots: torch.Tensor) -> N
 
 
 @both_kinds
+@pytest.mark.parametrize("shape", [(2, 1), (0,), ()], ids=str)
+def test_slots_of_another_shape_are_refused_before_they_are_read(jobs: Jobs, shape: tuple[int, ...]) -> None:
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
+    plane = torch.zeros(2 * 64, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(InvalidRequest, match=r"\[num_tokens\] is wanted"):
+        jobs.gather(pool, torch.zeros(shape, dtype=torch.int64), [plane])
+
+
+@both_kinds
 def test_pages_whose_slots_are_apart_are_refused(jobs: Jobs) -> None:
     pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)], 4)
     with pytest.raises(InvalidRequest, match="not consecutive"):
@@ -351,16 +360,21 @@ def test_nothing_moves_before_the_first_step_and_sums_wait_for_the_end(jobs: Job
 
 
 def test_an_error_at_the_launch_is_told_again_and_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args, **kwargs):
-        raise RuntimeError("no compiler")
+    calls = []
 
-    monkeypatch.setattr(gpukernels, "launch", broken)
+    def broken_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(gpukernels, "launch", broken_once)
     pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
     job = GpuGatherJob(pool, torch.arange(1), [torch.zeros(64, dtype=torch.uint8, device=DEVICE)])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no compiler"):
             job.step(1)
     assert not job.done
+    assert len(calls) == 1
     job.wait()
 
 

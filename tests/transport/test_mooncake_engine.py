@@ -266,6 +266,24 @@ def test_opening_asks_who_is_there_first_and_then_writes_nothing(answers: dict[s
     ]
 
 
+@pytest.mark.parametrize("address", [4096, 0])
+def test_over_nvlink_nothing_is_written_to_open(
+    answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: int
+) -> None:
+    """The GPU's copy engine refuses a write of no bytes."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(mooncake_engine, "_DEVICES", tmp_path)
+    engine = engine_with(protocol="nvlink_intra")
+    answers["get_first_buffer_address"] = address
+    if address:
+        engine.open("p:1", 4096)
+    else:
+        with pytest.raises(TransportError, match="no arena"):
+            engine.open("p:1", 4096)
+    assert engine.is_open("p:1") is bool(address)
+    assert raw_of(engine).calls[-2:] == [("send_probe", "p:1"), ("get_first_buffer_address", "p:1")]
+
+
 def test_a_peer_that_does_not_answer_the_probe_is_not_opened(answers: dict[str, Any]) -> None:
     """Opening would keep every other peer waiting."""
     engine = engine_with()
