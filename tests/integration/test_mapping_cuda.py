@@ -361,10 +361,11 @@ def test_a_life_that_was_closed_is_over_also_when_its_file_descriptor_is_used_ag
     life = _life_of()
     life.close()
     pipe = os.pipe()
+    os.dup2(pipe[0], life._fd)
     try:
         assert life.is_over
     finally:
-        for fd in pipe:
+        for fd in {*pipe, life._fd}:
             os.close(fd)
 
 
