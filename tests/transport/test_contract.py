@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 import pytest
-from conftest import CarefulEngine
+from careful_engine import CarefulEngine
 from fake_writer import FakeArena, FakeWriter
 from target import SIZE_BYTES, Target, wait_for
 
