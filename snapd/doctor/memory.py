@@ -4,6 +4,7 @@ import contextlib
 import resource
 from typing import Final
 
+from snapd import cuda
 from snapd.arena import available_memory_bytes
 from snapd.config import Config
 from snapd.doctor.finding import Finding, Places, protocol_concern
@@ -81,16 +82,23 @@ def has_ipc_lock(places: Places) -> bool:
 
 
 def check_devices(config: Config) -> Finding:
-    """Check that this version can make every arena."""
-    others = [arena for arena in config.arenas if arena.device != _HOST_DEVICE]
-    if others:
+    """Check that every arena's device is there."""
+    wanted = [arena for arena in config.arenas if arena.device != _HOST_DEVICE]
+    try:
+        present = {f"cuda:{gpu.index}" for gpu in cuda.driver().gpus} if wanted else set()
+    except cuda.CudaError as error:
         return Finding(
-            group=GROUP,
-            name="arenas",
-            status="fail",
-            detail=f"arena {others[0].rank}: device {others[0].device} cannot be had by this version",
-            fix='set device = "cpu"',
-        )
+            group=GROUP, name="arenas", status="fail",
+            detail=f"arena {wanted[0].rank}: device {wanted[0].device}: {error}",
+            fix='set device = "cpu", or let this process see the GPU and its driver',
+        )  # fmt: skip
+    missing = [arena for arena in wanted if arena.device not in present]
+    if missing:
+        return Finding(
+            group=GROUP, name="arenas", status="fail",
+            detail=f"arena {missing[0].rank}: device {missing[0].device} is not among {len(present)} GPUs",
+            fix='set another device, or look at CUDA_VISIBLE_DEVICES',
+        )  # fmt: skip
     count = len(config.arenas)
     return Finding(
         group=GROUP,

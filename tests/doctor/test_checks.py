@@ -6,9 +6,11 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from snapd import cuda
 from snapd.config import Config, load_config
 from snapd.doctor import hardware, memory, mooncake, paths, software, transports
 from snapd.doctor.finding import Finding, Places, configured_concerns
@@ -263,9 +265,18 @@ def test_the_capability_to_lock_is_read_from_the_status(capabilities: str, has: 
     assert memory.has_ipc_lock(places) is has
 
 
-def test_a_device_that_this_version_does_not_have_fails() -> None:
-    assert memory.check_devices(config_of(device="cuda:0")).status == "fail"
+def test_a_gpu_that_is_not_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise cuda.CudaError("no driver")
+
     assert memory.check_devices(config_of()).status == "ok"
+    monkeypatch.setattr(cuda, "driver", none)
+    found = memory.check_devices(config_of(device="cuda:0"))
+    assert found.status == "fail" and "no driver" in found.detail
+    one = SimpleNamespace(gpus=(SimpleNamespace(index=0),))
+    monkeypatch.setattr(cuda, "driver", lambda: one)
+    assert memory.check_devices(config_of(device="cuda:0")).status == "ok"
+    assert "cuda:1 is not among 1 GPUs" in memory.check_devices(config_of(device="cuda:1")).detail
 
 
 # --- paths -------------------------------------------------------------------------------------
