@@ -46,6 +46,7 @@ PAGE_KEY_BYTES: Final = 34
 # What the other fields of a request take at most, beside session id and page keys.
 REQUEST_OVERHEAD_BYTES: Final = 16 * KIB
 COUNT_MAX: Final = 100_000_000
+PIECES_MAX: Final = 4_096
 
 assert ALIGNMENT_BYTES_MIN & (ALIGNMENT_BYTES_MIN - 1) == 0, "alignments are powers of two"
 assert ALIGNMENT_BYTES_MAX <= ARENA_BYTES_MIN, "the smallest arena holds one aligned block"
@@ -304,6 +305,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{shown('register_piece_bytes')} is no multiple of {shown('alignment_bytes')}: "
                 f'write 0 for one piece, or a multiple such as "4GiB"'
             )
+        for arena in self.arenas:
+            # Each piece is registered for itself, and the time for one grows with their number.
+            if self.register_piece_bytes and arena.size_bytes > self.register_piece_bytes * PIECES_MAX:
+                raise ConfigError(
+                    f"{shown('register_piece_bytes')} cuts the arena of rank {arena.rank}, "
+                    f"{format_bytes(arena.size_bytes)}, into more than {PIECES_MAX} pieces: raise it, for "
+                    f'instance to "4GiB"'
+                )
         if self.lease_ms >= self.ready_ttl_ms:
             raise ConfigError(
                 f"{shown('lease_ms')} must be below {shown('ready_ttl_ms')}: "

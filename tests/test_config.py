@@ -430,6 +430,10 @@ def test_a_path_with_a_nul_is_refused(key):
         ({"ready_ttl_ms": 10_000}, ("lease_ms = 10000 (default)", "raise the second")),
         ({"alignment_bytes": 257}, ("alignment_bytes = 257", "power of two")),
         ({"alignment_bytes": 128}, ("write a size from 256 B to 1 MiB",)),
+        (
+            {"register_piece_bytes": 2 * MIB - 256},
+            ("register_piece_bytes = 2096896", "rank 0, 8 GiB, into more than 4096 pieces"),
+        ),
         ({"register_piece_bytes": 300}, ("register_piece_bytes = 300", "alignment_bytes = 256 (default)")),
         (
             {"reply_buffer_bytes_max": "2MiB"},
@@ -448,7 +452,7 @@ def test_settings_that_do_not_fit_together_are_refused_with_both_origins(values,
     [
         {"lease_ms": 299_999},
         {"alignment_bytes": "1MiB"},
-        {"register_piece_bytes": 512},
+        {"register_piece_bytes": 2 * MIB},
         {"reply_buffer_bytes_max": "4MiB"},
         {"page_keys_max": 120_000},
     ],
