@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -10,7 +9,8 @@ import msgspec
 import structlog
 
 from snapd import __version__
-from snapd.config import Loaded, load
+from snapd.cli.settings import settings_options
+from snapd.config import Loaded
 from snapd.daemon import run
 
 _log: Final = structlog.get_logger("snapd.serve")
@@ -32,17 +32,7 @@ SIGTERM or Ctrl-C drains and stops; a second one stops at once. SIGHUP reopens t
 Exit status: 0 stopped as asked, 1 it cannot start, 2 wrong usage or configuration, 70 a bug,
 143 a second SIGTERM."""
 )
-@click.option("--config", "config_path", metavar="FILE", type=click.Path(path_type=Path), help="TOML file.")
-@click.option("--socket", metavar="PATH", help="Unix socket of the control protocol.")
-@click.option("--log", metavar="PATH", help="Event log, JSON lines.")
-@click.option("--ranks", metavar="N", help="Equal arenas for this many P ranks.")
-@click.option("--size", metavar="SIZE", help="Size of each arena, such as 8GiB.")
-@click.option("--device", metavar="DEVICE", help="Where arenas are: cpu, or cuda:N.")
-@click.option("--transport", metavar="NAME", help="How bytes travel: shm, or mooncake.")
-@click.option("--protocol", metavar="NAME", help="With mooncake: tcp, rdma or nvlink_intra.")
-@click.option(
-    "--set", "assignments", metavar="KEY=VALUE", multiple=True, help="Any other setting; may be repeated."
-)
+@settings_options
 @click.option(
     "--log-format",
     type=click.Choice(["auto", "console", "json"]),
@@ -50,31 +40,12 @@ Exit status: 0 stopped as asked, 1 it cannot start, 2 wrong usage or configurati
     show_default=True,
     help="Messages on stderr: for a person or as JSON lines; auto looks whether it is a terminal.",
 )
-def serve(
-    config_path: Path | None,
-    socket: str | None,
-    log: str | None,
-    protocol: str | None,
-    assignments: tuple[str, ...],
-    log_format: str,
-    **shorthand: str | None,
-) -> int:
+def serve(loaded: Loaded, log_format: str) -> int:
     """Run the daemon until SIGTERM or Ctrl-C.
 
     It makes one arena for each rank, listens on a unix socket and writes the event log. 'snapd config' shows
     every setting with its value.
     """
-    flags = {"socket_path": socket, "log_path": log, "mooncake.protocol": protocol, **shorthand}
-    overrides: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise click.UsageError(f"--set {assignment!r} is no KEY=VALUE: write for instance lease_ms=5000")
-        if key in overrides:
-            raise click.UsageError(f"{key} is given twice on the command line: remove one of them")
-        overrides[key] = value
-    loaded = load(config_path, os.environ, overrides)
     is_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     configure_messages(is_json=is_json)
     _write_starting(loaded)
