@@ -97,7 +97,7 @@ class MappedArena:
         self.populated_bytes = populated_bytes
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
         # Every view holds on to this object, so it is unmapped after the last of them.
-        finalizer = weakref.finalize(memory, _libc.munmap, address, size_bytes)
+        finalizer = weakref.finalize(memory, _unmap, os.getpid(), address, size_bytes)
         finalizer.atexit = False  # At exit a thread may still be copying.
         view = memoryview(memory).cast("B")
         self._buffer: memoryview | None = view if writable else view.toreadonly()
@@ -153,6 +153,12 @@ class MappedArena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unmap(pid: int, address: int, size_bytes: int) -> None:
+    # A forked child does not have it; whatever it has there is its own.
+    if os.getpid() == pid:
+        _libc.munmap(address, size_bytes)
 
 
 AnyMappedArena: TypeAlias = MappedArena | MappedCudaArena

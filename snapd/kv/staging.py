@@ -21,7 +21,9 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 _spare: Final[dict[tuple[int, int], list[torch.Tensor]]] = {}
 _spare_lock: Final = threading.Lock()
 # What is lent may be read by a transport, whoever has forgotten the ring meanwhile.
-_lent: Final[dict[int, "StagingBuffer"]] = {}
+# By process and address: a child may map its own memory where its parent's is, which must not be let go of
+# there, as that would unmap the child's.
+_lent: Final[dict[tuple[int, int], "StagingBuffer"]] = {}
 
 
 class StagingBuffer:
@@ -31,18 +33,20 @@ class StagingBuffer:
         memory: uint8, shape [size_bytes].
         address: of its first byte.
         size_bytes: whole pages.
+        pid: of the process that has it mapped; its children do not.
     """
 
-    __slots__ = ("address", "memory", "size_bytes")
+    __slots__ = ("address", "memory", "pid", "size_bytes")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
         self.size_bytes = memory.numel()
+        self.pid = os.getpid()
 
 
 class StagingRing:
-    """Buffers that are taken and given back. Not thread safe.
+    """Buffers that are taken and given back. Not thread safe; for the process that made it.
 
     The last one given back is taken first, as its bytes are in the cache. Memory is allocated when it is
     first needed, and kept: a transport registers it once.
@@ -65,6 +69,7 @@ class StagingRing:
         self._free: list[StagingBuffer] = []
         self._lent: set[int] = set()
         self._allocated = 0
+        self._pid = os.getpid()
         weakref.finalize(self, _spare_all, self._free).atexit = False
 
     @property
@@ -78,7 +83,13 @@ class StagingRing:
         return len(self._lent)
 
     def take(self) -> StagingBuffer | None:
-        """Return a buffer, or None if all are lent."""
+        """Return a buffer, or None if all are lent.
+
+        Raises:
+            RuntimeError: this is a fork of the process that made the ring, and the memory is not in it.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("a pusher's staging memory is not for forks: make a Pusher in each process")
         if self._free:
             buffer = self._free.pop()
         elif self._allocated < self.buffers_max:
@@ -87,7 +98,7 @@ class StagingRing:
         else:
             return None
         self._lent.add(buffer.address)
-        _lent[buffer.address] = buffer
+        _lent[buffer.pid, buffer.address] = buffer
         return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
@@ -99,7 +110,7 @@ class StagingRing:
         if buffer.address not in self._lent:
             raise InvalidRequest("a buffer that is not lent was given back")
         self._lent.remove(buffer.address)
-        del _lent[buffer.address]
+        del _lent[buffer.pid, buffer.address]
         self._free.append(buffer)
 
     def trim(self) -> None:
@@ -112,7 +123,7 @@ def _spare_all(buffers: list[StagingBuffer]) -> None:
     with _spare_lock:
         while buffers:
             buffer = buffers.pop()
-            _spare.setdefault((os.getpid(), buffer.size_bytes), []).append(buffer.memory)
+            _spare.setdefault((buffer.pid, buffer.size_bytes), []).append(buffer.memory)
 
 
 def _allocate(size_bytes: int) -> torch.Tensor:

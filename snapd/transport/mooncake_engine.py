@@ -9,16 +9,20 @@ Only this module and ``mooncake_package`` touch the package, and only when an en
   that it finds. What it would swallow is refused here beforehand, and tcp is asked for by name.
 * Deleting a TransferEngine takes 0.9 s and holds the interpreter lock. So ``close`` only retires it; a
   process keeps at most ``RETIRED_MAX`` of them, and deletes the oldest when there are more.
+* A forked child has no threads of its parent's engines. There they are closed and never deleted, as that
+  would crash it; it makes its own.
 
 Source: design, section 7.
 """
 
 import contextlib
+import ctypes
 import enum
 import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +58,8 @@ _REGISTER_HELP: Final = {
 # Engines that are closed, oldest first, until they are deleted.
 _retired: Final[deque[Any]] = deque()
 _retired_lock: Final = threading.Lock()
+# Those that were started, for a child.
+_started: Final["weakref.WeakSet[MooncakeEngine]"] = weakref.WeakSet()
 _environment_lock: Final = threading.Lock()
 
 
@@ -111,6 +117,7 @@ class MooncakeEngine:
             ports.add(self._name_holder.getsockname()[1])
             name = f"{name}:{self._name_holder.getsockname()[1]}"
         self._raw: Any = self._module.TransferEngine()
+        _started.add(self)
         # Registered memory can be read and written by whoever reaches the ports; D's staging memory too.
         with listening_inside_only(ports) if is_loopback(config.host) else contextlib.nullcontext():
             code = self._raw.initialize(name, config.metadata_server, config.protocol, config.devices)
@@ -301,6 +308,21 @@ def _retire(raw: object) -> None:
         doomed = _retired.popleft() if len(_retired) > RETIRED_MAX else None
     # Here the oldest is deleted, and everything in this process waits 0.9 s for it.
     del doomed
+
+
+def _leave_to_parent() -> None:
+    """Close the parent's engines in a forked child, and keep them from ever being deleted in it."""
+    inherited = list(_retired)
+    _retired.clear()
+    for engine in list(_started):
+        inherited.append(engine._raw)
+        engine._raw = _CLOSED
+    for raw in inherited:
+        # One reference that nobody gives back.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @contextlib.contextmanager

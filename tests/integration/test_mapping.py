@@ -193,6 +193,24 @@ def test_a_forked_child_does_not_have_the_mapping(daemon, arena):
     mapped.close()
 
 
+def test_what_a_forked_child_has_in_its_place_stays_when_the_child_closes_it(daemon, arena):
+    with daemon.playing(handing_over(daemon, arena)):
+        mapped = map_arena(daemon.path, 0, True, PATIENCE_S)
+    child = os.fork()
+    if child == 0:
+        is_right = False
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            own = mapping._libc.mmap(mapped.address, mapped.size_bytes, mmap.PROT_READ, flags, -1, 0)
+            mapped.close()
+            is_right = own == mapped.address and permissions_at(own) == "r--p"
+        finally:
+            os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert permissions_at(mapped.address) == "rw-s"
+    mapped.close()
+
+
 def test_no_descriptor_is_left_and_the_memory_goes_with_the_mapping(daemon, arena):
     before = num_fds()
     with daemon.playing(handing_over(daemon, arena)):

@@ -3,7 +3,7 @@
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -98,8 +98,44 @@ def test_a_ring_that_is_forgotten_unmaps_nothing() -> None:
     addresses = free.address, lent.address
     del ring, free, lent
     gc.collect()
-    assert staging_module._lent.pop(addresses[1]).memory[0] == 7
+    assert staging_module._lent.pop((os.getpid(), addresses[1])).memory[0] == 7
     assert spare() == [addresses[0]]
+
+
+def in_a_fork(check: Callable[[], bool]) -> bool:
+    """Return what *check* does in a child of this process."""
+    # Memory of other tests that the child finds to be garbage would be unmapped under what it has there.
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        is_right = False
+        try:
+            is_right = check()
+        finally:
+            os._exit(0 if is_right else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_takes_no_memory_that_its_parent_has_mapped() -> None:
+    ring = StagingRing(2 * BUFFER_BYTES, PIECE_BYTES)
+    lent, buffer = ring.take(), ring.take()
+    assert lent is not None and buffer is not None
+    ring.give_back(buffer)
+
+    def is_refused_and_makes_its_own() -> bool:
+        with pytest.raises(RuntimeError, match="make a Pusher in each process"):
+            ring.take()
+        ring.trim()
+        following = StagingRing(8 * BUFFER_BYTES, PIECE_BYTES)
+        for _ in range(8):
+            # Some lie where the parent's are, which are not unmapped because of it.
+            own = following.take()
+            assert own is not None
+            own.memory.fill_(1)
+        return True
+
+    assert in_a_fork(is_refused_and_makes_its_own)
+    assert ring.take() is buffer
 
 
 @given(st.lists(st.integers(0, 5), max_size=60))

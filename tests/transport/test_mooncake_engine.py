@@ -403,6 +403,27 @@ def test_only_so_many_closed_engines_are_kept_and_the_oldest_is_deleted(answers:
     assert [ref() is not None for ref in kept] == [False] * 2 + [True] * RETIRED_MAX
 
 
+def test_a_forked_child_closes_the_engines_of_its_parent_and_deletes_none(answers: dict[str, Any]) -> None:
+    live, closed = engine_with(), engine_with()
+    kept = [weakref.ref(raw_of(live)), weakref.ref(raw_of(closed))]
+    closed.close()
+    child = os.fork()
+    if child == 0:
+        is_right = False
+        try:
+            with pytest.raises(TransportError, match="the engine is closed"):
+                live.submit("p:1", WRITE)
+            for _ in range(RETIRED_MAX + 1):
+                engine_with().close()
+            del live, closed
+            gc.collect()
+            is_right = all(ref() is not None for ref in kept)
+        finally:
+            os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert live.submit("p:1", WRITE) == 7, "the parent's goes on"
+
+
 # --- D's engines -------------------------------------------------------------------------------
 
 
