@@ -9,6 +9,7 @@ Source: design, section 7.
 """
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -20,6 +21,8 @@ from snapd.errors import TransportError
 
 _OWN_FDS: Final = Path("/proc/self/fd")
 _DEVICE: Final = b"lo"
+# What a file descriptor answers that is closed, or stands for a file by now.
+_GONE: Final = (errno.EBADF, errno.ENOTSOCK)
 
 
 def is_loopback(host: str) -> bool:
@@ -49,10 +52,15 @@ def listening_inside_only(ports: Container[int] | None = None) -> Iterator[None]
     yield
     opened = [fd for inode, fd in _internet_sockets() if inode not in before]
     for fd in opened:
-        with contextlib.closing(socket.socket(fileno=os.dup(fd))) as sock:
-            is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if is_listening and (ports is None or sock.getsockname()[1] in ports):
-                _bind_to_device(sock)
+        try:
+            with contextlib.closing(socket.socket(fileno=os.dup(fd))) as sock:
+                is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if is_listening and (ports is None or sock.getsockname()[1] in ports):
+                    _bind_to_device(sock)
+        except OSError as error:
+            # Another thread's socket may be closed by now; whatever else it is, nothing may stay open.
+            if error.errno not in _GONE:
+                raise
     if ports is not None:
         return
     for inode, fd in _internet_sockets():

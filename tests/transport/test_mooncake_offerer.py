@@ -1,6 +1,7 @@
 """The daemon's side of Mooncake with an engine that is not there: pieces, failures, and who can connect."""
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -234,6 +235,41 @@ def test_other_threads_sockets_are_left_alone_when_the_ports_are_named() -> None
         assert device_of(other) == b""
         accepted.send(b"x")
         assert client.recv(1) == b"x"
+
+
+def test_a_socket_that_another_thread_closes_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as stack:
+        found = loopback._internet_sockets
+
+        def find_and_close() -> list[tuple[int, int]]:
+            sockets = found()
+            for sock in passing:
+                sock.close()
+            return sockets
+
+        passing: list[socket.socket] = []
+        monkeypatch.setattr(loopback, "_internet_sockets", find_and_close)
+        with listening_inside_only():
+            passing.append(socket.create_server(("", 0)))
+            listener = stack.enter_context(socket.create_server(("", 0)))
+        assert device_of(listener) == b"lo"
+
+
+def test_a_socket_that_cannot_be_looked_at_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may listen for everybody."""
+
+    def no_more_files(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with (
+        contextlib.ExitStack() as stack,
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match="Too many open files"),
+        listening_inside_only(),
+    ):
+        listener = stack.enter_context(socket.create_server(("", 0)))
+        patch.setattr(loopback, "_internet_sockets", lambda: [(0, listener.fileno())])
+        patch.setattr(os, "dup", no_more_files)
 
 
 @pytest.mark.parametrize("is_foreign", [False, True])
