@@ -374,7 +374,11 @@ class Pusher:
 
 
 def _finished(job: PushJob) -> PushJob:
-    """Step a job to its end."""
-    while not job.step(STEP_BYTES):
-        job.wait()
+    """Step a job to its end; whatever interrupts that ends it."""
+    try:
+        while not job.step(STEP_BYTES):
+            job.wait()
+    except BaseException:
+        job.cancel()
+        raise
     return job

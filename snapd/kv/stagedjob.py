@@ -175,6 +175,11 @@ class StagedJob(GrantedJob):
 
     # --- a step --------------------------------------------------------------------------------
 
+    def _check_still_wanted(self) -> None:
+        # Once every commit is sent their answers decide: P may have ingested it before they are looked at.
+        if any(shard.commit is None for shard in self._shards):
+            super()._check_still_wanted()
+
     def _advance(self, max_bytes: int) -> None:
         self._has_moved = False
         if self._hello.epoch != self.grant.epoch:

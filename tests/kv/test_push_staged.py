@@ -588,6 +588,83 @@ def test_a_commit_that_is_refused_ends_the_push_with_its_reason() -> None:
     stage.check_idle()
 
 
+def to_the_commit(stage: Stage) -> PushJob:
+    """A push whose bytes are written, and whose commit is not answered."""
+    stage.control.polls_left = PATIENCE_STEPS
+    job = stage.start()
+    for _ in range(PATIENCE_STEPS):
+        if stage.control.about("commit"):
+            break
+        job.step(1 << 20)
+    assert not job.done
+    return job
+
+
+@pytest.mark.parametrize("reason", [Reason.OK, Reason.EVICTED])
+def test_a_push_that_was_committed_and_then_ended_before_anybody_looked_is_ok(reason: Reason) -> None:
+    stage = Stage()
+    job = to_the_commit(stage)
+    stage.control.end(1, reason)
+    stage.control.polls_left = 0
+    assert job.step(1) and job.result.ok
+    assert stage.control.about("failed") == []
+    stage.check_idle()
+
+
+def test_after_a_lost_connection_the_answer_to_a_commit_is_waited_for() -> None:
+    stage = Stage()
+    job = to_the_commit(stage)
+    stage.control.connections += 1
+    stage.control.refuse_start = StaleHandle("it was ingested")
+    step(job, 1)
+    stage.control.polls_left = 0
+    assert job.step(1) and job.result.ok
+
+
+def test_a_commit_that_came_too_late_ends_the_push_as_its_attempt_ended() -> None:
+    stage = Stage()
+    job = to_the_commit(stage)
+    stage.control.end(1, Reason.SUPERSEDED)
+    stage.control.refuse_commit = StaleHandle("it has ended")
+    assert job.step(1)
+    assert (job.result.ok, job.result.reason) == (False, Reason.SUPERSEDED)
+    stage.check_idle()
+
+
+def test_a_rank_that_is_written_still_is_written_no_more_though_another_is_committed() -> None:
+    stage = Stage(num_ranks=2)
+    stage.writer_of(1).plan("stuck")
+    job = stage.start()
+    step(job, 100)
+    assert [said[2] for said in stage.control.about("commit")] == [0]
+    begun = len(stage.writer_of(1).begun)
+    stage.control.end(1, Reason.SUPERSEDED)
+    assert job.step(PIECE_BYTES) and job.result.reason is Reason.SUPERSEDED
+    assert len(stage.writer_of(1).begun) == begun
+
+
+@pytest.mark.parametrize("where", ["step", "wait"])
+def test_a_push_that_is_interrupted_ends_its_attempt_and_holds_no_memory(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stage = Stage(buffers=2, in_flight_pieces=1)
+    if where == "wait":
+        monkeypatch.setattr(stagedjob_module.time, "sleep", interrupt)
+        stage.writer.plan("stuck")
+    else:
+        monkeypatch.setattr(StagedGatherJob, "_move_piece", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stage.pusher.push("s", TOKENS, stage.slots[: len(TOKENS)])
+    assert [said[0] for said in stage.control.about("failed")] == ["failed"]
+    if where == "wait":
+        stage.writer.unstick()
+        stage.pusher.poll()
+    stage.check_idle()
+
+
 def test_a_push_that_is_cancelled_while_its_commit_is_under_way_asks_for_it_no_more() -> None:
     stage = Stage()
     stage.control.polls_left = PATIENCE_STEPS
