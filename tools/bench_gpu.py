@@ -1,19 +1,34 @@
-"""Gather and scatter on a GPU, as ratios to a device-to-device copy of the same bytes in the same run."""
+"""Gather and scatter on a GPU, as ratios to a device-to-device copy of the same bytes in the same run.
 
+And whole pushes into a daemon's arena on a GPU, as ratios to one write of the same bytes.
+"""
+
+import contextlib
 import dataclasses
 import json
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
+from snapd.client import Client
 from snapd.kv.devicejob import DeviceJob, finish
 from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob
 from snapd.kv.pool import KVPool
+from snapd.kv.push import Pusher
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
-from snapd.units import MS_PER_S
+from snapd.kv.writers import current, mooncake_writers
+from snapd.mooncakeconfig import MooncakeConfig
+from snapd.transport.base import TicketState, Write
+from snapd.units import MIB, MS_PER_S, align_up
 
 LAYERS = 48
 HEADS = 4
@@ -22,6 +37,12 @@ STRIDE_BYTES = HEADS * HEAD_DIM * 2
 ORDERS = {"contiguous": False, "random": True}
 # Long enough that the host has queued all work of a case before the device comes to it.
 _LEAD_CYCLES = 4_000_000
+# A forward pass: products of square matrices, some tens of ms on an H200, so longer than an ingest.
+FORWARD_DIM = 8_192
+FORWARD_PRODUCTS = 20
+# The same bytes in launches between which other kernels get their turn; None: one launch.
+INGEST_PIECES_BYTES = {"one launch": None, "pieces of 64 MiB": 64 * MIB}
+_FORWARD_LEAD_CYCLES = 10 * _LEAD_CYCLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +92,10 @@ def _random(size_bytes: int, device: torch.device) -> torch.Tensor:
     return words.view(torch.uint8)[:size_bytes]
 
 
-def device_ms(run: Callable[[], object]) -> float:
+def device_ms(run: Callable[[], object], lead_cycles: int = _LEAD_CYCLES) -> float:
     """Return what *run* takes on the current stream of the device, in ms, without the host's part."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(lead_cycles)  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()
@@ -149,6 +170,247 @@ def _whole_call_ms(kind: type[DeviceJob], data: Data, slots: torch.Tensor, round
     return statistics.median(taken[1:])
 
 
+def forward_slowdown(data: Data, slots: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
+    """Measure what an ingest beside it costs a forward pass of bfloat16 matrix products.
+
+    Returns:
+        For each way to launch the ingest: ``alone_ms`` and ``beside_ms`` of the forward pass, their ratio
+        ``slowdown``, ``ingest_ms`` of the ingest beside it, and ``stalled``: what the forward pass lost over
+        what the ingest took; 1.0: it stood still meanwhile.
+    """
+    device = data.slab.device
+    shape = (FORWARD_DIM, FORWARD_DIM)
+    left, right = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(left)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def forward() -> None:
+        for _ in range(FORWARD_PRODUCTS):
+            torch.mm(left, right, out=out)
+
+    def beside_ms(piece_bytes: int | None) -> tuple[float, float]:
+        # Checked before, so that the host has queued everything before the device comes to it.
+        job = GpuScatterJob(data.pool, slots, data.planes, stream=side, after=(), piece_bytes=piece_bytes)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+        def run() -> None:
+            side.wait_stream(torch.cuda.current_stream(device))
+            start.record(side)
+            job.step(job.bytes_total)
+            end.record(side)
+            forward()
+
+        forward_ms = device_ms(run, _FORWARD_LEAD_CYCLES)
+        finish(job)
+        end.synchronize()
+        return forward_ms, float(start.elapsed_time(end))
+
+    alone: list[float] = []
+    beside: dict[str, list[tuple[float, float]]] = {name: [] for name in INGEST_PIECES_BYTES}
+    for round_index in range(rounds + 1):
+        alone_ms = device_ms(forward, _FORWARD_LEAD_CYCLES)
+        times = {name: beside_ms(piece_bytes) for name, piece_bytes in INGEST_PIECES_BYTES.items()}
+        if round_index:  # The first one warms.
+            alone.append(alone_ms)
+            for name, pair in times.items():
+                beside[name].append(pair)
+    median_alone_ms = statistics.median(alone)
+    result: dict[str, dict[str, float]] = {}
+    for name, pairs in beside.items():
+        median_ms, ingest_ms = (statistics.median(values) for values in zip(*pairs, strict=True))
+        result[name] = {
+            "alone_ms": round(median_alone_ms, 3),
+            "beside_ms": round(median_ms, 3),
+            "slowdown": round(median_ms / median_alone_ms, 4),
+            "ingest_ms": round(ingest_ms, 3),
+            "stalled": round((median_ms - median_alone_ms) / ingest_ms, 3),
+        }
+    return result
+
+
+# --- pushes ------------------------------------------------------------------------------------
+
+_START_S = 60.0
+# Room for what is pushed and what is written raw.
+_SNAPSHOTS = 2
+_ARENA_SLACK_BYTES = 64 * MIB
+
+
+@contextlib.contextmanager
+def daemon_process(**settings: object) -> Iterator[str]:
+    """Run a daemon with *settings*; yield its socket's path when it listens."""
+    with tempfile.TemporaryDirectory(prefix="snapd-") as name:
+        path = f"{name}/s"
+        command = [sys.executable, "-m", "snapd.cli.main", "serve", "--socket", path, "--log", f"{name}/log"]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        said = Path(name) / "stderr"
+        with said.open("wb") as stderr:
+            process = subprocess.Popen(command, stderr=stderr)
+        try:
+            deadline_s = time.monotonic() + _START_S
+            while not _accepts(path):
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the daemon does not listen: {said.read_text()[-2_000:]}")
+                time.sleep(0.05)
+            yield path
+        finally:
+            process.terminate()
+            try:
+                process.wait(_START_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        return sock.connect_ex(path) == 0
+
+
+class PushBench:
+    """Pushes of *data* into one daemon, and raw writes of as many bytes into the same arena."""
+
+    def __init__(self, client: Client, data: Data) -> None:
+        self.client = client
+        self.data = data
+        self.slots = data.slots(is_random=True)
+        self.tokens = range(self.slots.numel())
+        self.config = MooncakeConfig(settings={"MC_LOG_LEVEL": "ERROR"})
+        self.pusher = Pusher(client, {0: data.pool}, mooncake=self.config, send_page_keys=False)
+        client.declare_layout(0, self.pusher.layout)
+        self.hello = client.connect()
+        self.device = data.slab.device
+        self._raw: Any = None
+        self._number = 0
+
+    def push_ms(self) -> dict[str, float]:
+        """Push once; return the whole wall time, and that after the slab was granted."""
+        self._number += 1
+        torch.cuda.synchronize(self.device)
+        started_s = time.perf_counter()
+        job = self.pusher.start(f"s{self._number}", self.tokens, self.slots, after=())
+        granted_s = time.perf_counter()
+        while not job.step(64 * MIB):
+            job.wait()
+        ended_s = time.perf_counter()
+        if not job.result.ok:
+            raise RuntimeError(f"a push failed: {job.result}")
+        self.client.abort(job.result.slab_handle, drained=True)
+        return {"push": (ended_s - started_s) * MS_PER_S, "move": (ended_s - granted_s) * MS_PER_S}
+
+    def gather_ms(self) -> float:
+        """Gather once into planes of this GPU; return the wall time."""
+        torch.cuda.synchronize(self.device)
+        started_s = time.perf_counter()
+        finish(GpuGatherJob(self.data.pool, self.slots, self.data.planes, after=()))
+        return (time.perf_counter() - started_s) * MS_PER_S
+
+    def raw_ms(self) -> float:
+        """Write the bytes once, as they lie, with one Mooncake write; return the wall time."""
+        with current(self.device):
+            if self._raw is None:
+                make = mooncake_writers(self.config, 1 << 40, {0: self.device})
+                self._raw = make(self.hello, 0, self.hello.epoch)
+                self._raw.register_source(self.data.slab.data_ptr(), self.data.slab.numel())
+            self._number += 1
+            grant = self.pusher.prepare(f"raw{self._number}", self.tokens)
+            (rank,) = grant.ranks
+            size_bytes = min(self.data.slab.numel(), rank.extents[0].size_bytes)
+            target_ptr = rank.snapshot_buf_base_ptr + rank.extents[0].offset_bytes
+            torch.cuda.synchronize(self.device)
+            started_s = time.perf_counter()
+            ticket = self._raw.submit([Write(self.data.slab.data_ptr(), target_ptr, size_bytes)])
+            while not (progress := self._raw.poll(ticket)).is_final:
+                pass
+            ended_s = time.perf_counter()
+        self.client.abort(grant.slab_handle, drained=True)
+        if progress.state is not TicketState.DONE:
+            raise RuntimeError(f"a raw write failed: {progress.detail}")
+        return (ended_s - started_s) * MS_PER_S
+
+    def copy_ms(self, target: torch.device, other: torch.Tensor) -> float:
+        """Copy the bytes once with torch; return the wall time."""
+        torch.cuda.synchronize(self.device)
+        started_s = time.perf_counter()
+        other.copy_(self.data.slab)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(target)
+        return (time.perf_counter() - started_s) * MS_PER_S
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.pusher.close()
+        if self._raw is not None:
+            self._raw.close()
+
+
+def measure_push(data: Data, transport: str, target: torch.device, rounds: int) -> dict[str, Any]:
+    """Measure pushes into an arena on *target*; what cannot be run says why.
+
+    Returns:
+        ``push_ms``, ``move_ms`` (without asking for the slab), ``gather_ms`` (the gather alone), ``raw_ms``
+        (one write of the same bytes: Mooncake's, or over shm a copy), ratios, and ``daemon_gpu_bytes``: what
+        the daemon takes of the GPU beyond its arena. Or ``error``.
+    """
+    arena_bytes = align_up(_SNAPSHOTS * data.slab.numel() + _ARENA_SLACK_BYTES, 2 * MIB)
+    settings: dict[str, object] = {
+        "transport": transport, "device": str(target), "size": f"{arena_bytes}B",
+        "reserve_timeout_ms": 60_000,
+    }  # fmt: skip
+    if transport == "mooncake":
+        settings["mooncake.protocol"] = "nvlink_intra"
+    try:
+        torch.zeros(1, device=target)
+        torch.cuda.synchronize(target)
+        free_bytes = torch.cuda.mem_get_info(target)[0]
+        with daemon_process(**settings) as path, Client(path, timeout_s=_START_S) as client:
+            client.connect()
+            cost_bytes = free_bytes - torch.cuda.mem_get_info(target)[0] - arena_bytes
+            bench = PushBench(client, data)
+            try:
+                figures = _push_figures(bench, transport, target, rounds)
+            finally:
+                bench.close()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return figures | {"daemon_gpu_bytes": cost_bytes}
+
+
+def _push_figures(bench: PushBench, transport: str, target: torch.device, rounds: int) -> dict[str, Any]:
+    other = None if transport == "mooncake" else torch.empty_like(bench.data.slab, device=target)
+    taken: dict[str, list[float]] = {"push": [], "move": [], "gather": [], "raw": []}
+    for round_index in range(rounds + 1):
+        times = bench.push_ms()
+        times["gather"] = bench.gather_ms()
+        times["raw"] = bench.raw_ms() if other is None else bench.copy_ms(target, other)
+        if round_index:  # The first one warms.
+            for name, ms in times.items():
+                taken[name].append(ms)
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    return {f"{name}_ms": round(ms, 3) for name, ms in medians.items()} | {
+        "raw_gb_per_s": round(bench.data.moved_bytes / medians["raw"] / 1e6, 1),
+        "push_over_raw": round(medians["raw"] / medians["push"], 4),
+        "move_over_raw": round(medians["raw"] / medians["move"], 4),
+        # Both use the GPU's memory, so on one GPU a push cannot take less than their sum.
+        "push_over_gather_and_raw": round((medians["gather"] + medians["raw"]) / medians["push"], 4),
+    }
+
+
+def push_figures(data: Data, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Measure pushes over both transports into this GPU, and into another one if there is one."""
+    targets = {"one_gpu": device}
+    if torch.cuda.device_count() > 1:
+        targets["two_gpus"] = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+    result: dict[str, Any] = {}
+    for name, target in targets.items():
+        for transport in ("mooncake", "shm"):
+            result[f"{transport}, {name}"] = measure_push(data, transport, target, rounds)
+    if "two_gpus" not in targets:
+        result["two_gpus"] = {"error": "there is one GPU"}
+    return result
+
+
 @click.command()
 @click.option("--tokens", default=50_000, show_default=True, help="Tokens of the session.")
 @click.option("--layers", default=LAYERS, show_default=True, help="Layers, with K and V each.")
@@ -171,6 +433,8 @@ def main(tokens: int, layers: int, rounds: int, fallback: bool, as_json: bool) -
         }
         for name, ms in times_ms.items()
     }
+    slowdown = forward_slowdown(data, data.slots(is_random=True), rounds)
+    pushes = push_figures(data, device, rounds)
     result = {
         "device": torch.cuda.get_device_name(device),
         "bytes": data.moved_bytes,
@@ -182,6 +446,16 @@ def main(tokens: int, layers: int, rounds: int, fallback: bool, as_json: bool) -
             what: round(_whole_call_ms(kind, data, data.slots(is_random=True), rounds), 3)
             for what, kind in (("scatter", GpuScatterJob), ("gather", GpuGatherJob))
         },
+        "forward_slowdown": slowdown,
+        "push": pushes,
+        "push_over_raw": {
+            name: figures["push_over_raw"] for name, figures in pushes.items() if "push_over_raw" in figures
+        },
+        "daemon_gpu_bytes": {
+            name: figures["daemon_gpu_bytes"]
+            for name, figures in pushes.items()
+            if "daemon_gpu_bytes" in figures
+        },
         "rows": rows,
     }
     if as_json:
@@ -192,6 +466,10 @@ def main(tokens: int, layers: int, rounds: int, fallback: bool, as_json: bool) -
         click.echo(
             f"{name:34} {row['ms']:8.3f} ms {row['gb_per_s']:8.0f} GB/s  {row['ratio_to_memcpy']:6.3f}"
         )
+    for name, figures in slowdown.items():
+        click.echo(f"forward pass beside an ingest, {name}: {figures}")
+    for name, figures in pushes.items():
+        click.echo(f"push, {name}: {figures}")
     click.echo(f"whole call, random slots, ms of wall clock: {result['whole_call_ms']}")
 
 

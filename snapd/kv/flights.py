@@ -8,13 +8,14 @@ Source: design, sections 7 and 12.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 from snapd.calls import Grant
 from snapd.errors import TransportError
 from snapd.kv.control import PushControl
-from snapd.kv.staging import StagingBuffer, StagingRing
+from snapd.kv.staging import Ring, StagingBuffer
 from snapd.kv.writers import RankWriter
 from snapd.transport.base import Progress, TicketState, Write
 
@@ -28,6 +29,7 @@ class Piece:
     """A filled buffer.
 
     Attributes:
+        ring: whose buffer it is.
         buffer: what holds it.
         write: where it goes.
         failures: how often writing it failed.
@@ -35,9 +37,10 @@ class Piece:
         is_released: the ring has its buffer again.
     """
 
-    __slots__ = ("buffer", "failures", "is_kept", "is_released", "write")
+    __slots__ = ("buffer", "failures", "is_kept", "is_released", "ring", "write")
 
-    def __init__(self, buffer: StagingBuffer, write: Write, *, is_kept: bool) -> None:
+    def __init__(self, ring: Ring, buffer: StagingBuffer, write: Write, *, is_kept: bool) -> None:
+        self.ring = ring
         self.buffer = buffer
         self.write = write
         self.failures = 0
@@ -78,11 +81,63 @@ class Flight:
                 self._writer.cancel(self._ticket)
 
 
+class Gathering(Protocol):
+    """A copy on a GPU that was begun; nothing can stop it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, however it went. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+class GatherFlight:
+    """A gather under way that writes into the arena itself.
+
+    Attributes:
+        piece: there is none.
+        progress: how it ended; None: it has not.
+    """
+
+    piece: Final = None
+
+    def __init__(self, gathering: Gathering) -> None:
+        self._gathering = gathering
+        self.progress: Progress | None = None
+
+    def poll(self) -> None:
+        """See whether it is over: then it writes no more, whatever came of it."""
+        if self.progress is None and self._gathering.is_over:
+            self.progress = Progress(TicketState.DONE, is_drained=True)
+
+    def cancel(self) -> None:
+        """Do nothing: what was launched runs."""
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._gathering.wait()
+
+
+AnyFlight: TypeAlias = Flight | GatherFlight
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filling:
+    """A buffer that a gather still writes to, and nobody wants any more."""
+
+    ring: Ring
+    buffer: StagingBuffer
+    gathering: Gathering
+
+
 class _Lingering:
     """What is under way of a rank of an attempt that has ended."""
 
     def __init__(
-        self, grant: Grant, rank: int, flights: list[Flight], *, is_drained: bool, now_s: float
+        self, grant: Grant, rank: int, flights: list[AnyFlight], *, is_drained: bool, now_s: float
     ) -> None:
         self.grant = grant
         self.rank = rank
@@ -95,21 +150,18 @@ class Flights:
     """The writes of one pusher that are under way, of all its jobs. Not thread safe.
 
     Args:
-        ring: where their buffers come from.
         control: gets drain proof.
         in_flight_bytes_max: how much is under way at a time; one write at least.
         clock: seconds, monotonic.
     """
 
-    def __init__(
-        self, ring: StagingRing, control: PushControl, in_flight_bytes_max: int, clock: Callable[[], float]
-    ) -> None:
-        self._ring = ring
+    def __init__(self, control: PushControl, in_flight_bytes_max: int, clock: Callable[[], float]) -> None:
         self._control = control
         self._in_flight_bytes_max = in_flight_bytes_max
         self._clock = clock
         self._flying: list[Flight] = []
         self._lingering: list[_Lingering] = []
+        self._filling: list[_Filling] = []
 
     @property
     def in_flight_bytes(self) -> int:
@@ -145,10 +197,21 @@ class Flights:
         """Give a piece's buffer back, once: nothing reads it any more."""
         if not piece.is_released:
             piece.is_released = True
-            self._ring.give_back(piece.buffer)
+            piece.ring.give_back(piece.buffer)
+
+    def release_after(self, ring: Ring, buffer: StagingBuffer, gathering: Gathering) -> None:
+        """Give a buffer back when the gather that fills it is over."""
+        self._filling.append(_Filling(ring, buffer, gathering))
+        self._poll_filling()
+
+    def _poll_filling(self) -> None:
+        for filling in [filling for filling in self._filling if filling.gathering.is_over]:
+            self._filling.remove(filling)
+            filling.ring.give_back(filling.buffer)
 
     def poll(self) -> None:
         """See which writes are over; what is owed for those that linger is said."""
+        self._poll_filling()
         for flight in self._flying:
             flight.poll()
             if flight.progress and flight.progress.state is TicketState.DONE and not flight.piece.is_kept:
@@ -157,7 +220,7 @@ class Flights:
         for lingering in list(self._lingering):
             self._poll_lingering(lingering)
 
-    def stop(self, grant: Grant, rank: int, flights: Iterable[Flight], *, is_drained: bool) -> bool:
+    def stop(self, grant: Grant, rank: int, flights: Iterable[AnyFlight], *, is_drained: bool) -> bool:
         """End the writes of a rank of an attempt that is over; what is under way lingers.
 
         Args:
@@ -180,24 +243,31 @@ class Flights:
         self._settle(lingering)
         if not lingering.flights:
             return lingering.is_drained
-        # Each holds a buffer at least, so there are never more than the ring has.
+        # Each holds a buffer or a copy of a GPU at least, so there are never many.
         self._lingering.append(lingering)
         return False
 
     def close(self) -> None:
-        """Keep what has not begun from beginning."""
+        """Keep what has not begun from beginning, and wait for gathers of jobs that were given up."""
         for flight in self._flying:
             flight.cancel()
+        for filling in self._filling:
+            filling.gathering.wait()
+        for lingering in self._lingering:
+            for under_way in lingering.flights:
+                if isinstance(under_way, GatherFlight):
+                    under_way.wait()
         self.poll()
 
     def _settle(self, lingering: _Lingering) -> None:
-        under_way = []
+        under_way: list[AnyFlight] = []
         for flight in lingering.flights:
             if flight.progress is None:
                 under_way.append(flight)
                 continue
             lingering.is_drained = lingering.is_drained and flight.progress.is_drained
-            self.release(flight.piece)
+            if flight.piece is not None:
+                self.release(flight.piece)
         lingering.flights = under_way
 
     def _poll_lingering(self, lingering: _Lingering) -> None:

@@ -39,13 +39,13 @@ def _kernels() -> ModuleType:
 
 
 def _table(
-    places: Sequence[PlaneRows], plane_addresses: Sequence[int], columns: int
+    places: Sequence[PlaneRows], plane_addresses: Sequence[int], num_tokens: int
 ) -> tuple[list[tuple[int, list[int]]], list[list[int]]]:
     """Return the planes by the widest word that divides all that is theirs, and the kernel's table.
 
     Returns:
         Words in bytes (16 to 1) with the widths of their planes in units, in the table's order; and the
-        table's rows, see ``gpukernels.TABLE_COLUMNS``.
+        table's rows, for all tokens; see ``gpukernels.table_row``.
     """
     by_word: dict[int, list[int]] = {}
     for index, (place, address) in enumerate(zip(places, plane_addresses, strict=True)):
@@ -58,14 +58,17 @@ def _table(
         groups.append((word_bytes, [places[index].stride_bytes // unit_bytes for index in indexes]))
         for index in indexes:
             place = places[index]
-            row = [
-                place.rows.data_ptr(),
-                plane_addresses[index],
-                place.pitch_bytes // unit_bytes,
-                place.stride_bytes // unit_bytes,
-                index,
-            ]
-            rows.append(row + [0] * (columns - len(row)))
+            rows.append(
+                _kernels().table_row(
+                    place.rows.data_ptr(),
+                    plane_addresses[index],
+                    place.pitch_bytes // unit_bytes,
+                    place.stride_bytes // unit_bytes,
+                    index,
+                    0,
+                    num_tokens,
+                )
+            )
     return groups, rows
 
 
@@ -82,7 +85,7 @@ class _TritonJob(DeviceJob):
     def _prepare(self) -> None:
         kernels = _kernels()
         addresses = [plane.data_ptr() for plane in self._planes]
-        groups, rows = _table(self._pool.planes, addresses, kernels.TABLE_COLUMNS)
+        groups, rows = _table(self._pool.planes, addresses, self._num_tokens)
         table = self._to_device(torch.tensor(rows, dtype=torch.int64))
         self._kept.append(table)
         self._groups = []
@@ -148,9 +151,9 @@ def scatter_gpu(
 
 
 def warm_up(pool: KVPool) -> None:
-    """Compile what jobs of *pool* need, so that the first of them does not; launches nothing.
+    """Compile and load what jobs of *pool* need, so that the first of them does not; moves nothing.
 
-    Call it once when the pool is there: compiling takes a second or two when Triton's cache is empty.
+    It waits for the GPU. Compiling takes a second or two when Triton's cache is empty.
 
     Raises:
         InvalidRequest: the pool is not on a GPU.
@@ -160,17 +163,22 @@ def warm_up(pool: KVPool) -> None:
         raise InvalidRequest(f"the pool is on {pool.device}; this copy is for a GPU")
     kernels = _kernels()
     addresses = [_ALIGNMENT_BYTES] * len(pool.planes)
-    groups, rows = _table(pool.planes, addresses, kernels.TABLE_COLUMNS)
+    groups, rows = _table(pool.planes, addresses, 0)
     with torch.cuda.device(pool.device):
         table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
         slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
         sums = torch.zeros((len(rows), 2), dtype=torch.int64, device=pool.device)
+        start = 0
         for word_bytes, widths_units in groups:
             how = kernels.plan_launch(
                 min(word_bytes, _UNIT_BYTES_MAX), widths_units, is_wide=word_bytes > _UNIT_BYTES_MAX
             )
+            part = table[start : start + len(widths_units)]
+            start += len(widths_units)
             for is_scatter in (False, True):
-                kernels.launch(table, slots, sums, 0, 1, how, is_scatter=is_scatter, is_dry=True)
+                # Of no tokens. A launch, as what is only compiled is not loaded.
+                kernels.launch(part, slots, sums, 0, 0, how, is_scatter=is_scatter)
+        torch.cuda.synchronize(pool.device)
 
 
 def probe(device: torch.device) -> None:

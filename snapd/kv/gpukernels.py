@@ -3,8 +3,9 @@
 """The Triton kernel that moves pool rows to planes and back, and sums every plane on the way.
 
 One launch moves a range of tokens of all planes that share a unit. Addresses come from a table, so that
-planes may lie anywhere. A program moves tiles of ``[tokens, columns]`` units of one plane; what it loads
-into registers is both what it stores and what it sums, so a slab that changes meanwhile cannot pass.
+planes may lie anywhere, and each row may narrow the range down. A program moves tiles of ``[tokens,
+columns]`` units of one plane; what it loads into registers is both what it stores and what it sums, so a slab
+that changes meanwhile cannot pass.
 
 A unit is 8 bytes, or the widest of 4, 2 and 1 that divides every width, distance and address. A unit at
 byte b of its plane is ``value << 8 * (b % 8)`` of word ``b // 8``. Sums are linear, so no word is ever put
@@ -23,8 +24,8 @@ import triton.language as tl
 from snapd.units import ceil_div
 
 # Columns of the table, which has one row a plane. Pitch and width are in units.
-# pool address, plane address, pool pitch, width, index of the plane's sums; the rest keeps every row aligned,
-# so that no slice of a table needs a kernel of its own.
+# pool address, plane address, pool pitch, width, index of the plane's sums, first token, one past the last
+# token; the rest keeps every row aligned, so that no slice of a table needs a kernel of its own.
 TABLE_COLUMNS: Final = 8
 _TABLE_COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
@@ -148,14 +149,16 @@ def _move(
 ):
     """Move tokens ``[token_start, token_stop)`` of all planes of a table; the shapes are those of ``launch``.
 
-    Program ``(i, p)`` moves ``steps`` tiles of plane ``p``, from token ``token_start + i * steps * TOKENS``.
+    Program ``(i, p)`` moves ``steps`` tiles of row ``p``, from its first token ``+ i * steps * TOKENS`` on.
     """
     row = table + tl.program_id(1) * _TABLE_COLUMNS
     pool_address = tl.load(row)
     plane_address = tl.load(row + 1)
     pitch_units = tl.load(row + 2)
     width_units = tl.load(row + 3)
-    first_token = token_start + tl.program_id(0).to(tl.int64) * (TOKENS * steps)
+    first_token = tl.maximum(tl.load(row + 5), token_start)
+    first_token += tl.program_id(0).to(tl.int64) * (TOKENS * steps)
+    token_stop = tl.minimum(tl.load(row + 6), token_stop)
     sum0 = tl.zeros([TOKENS, COLUMNS], tl.int64)
     sum1 = tl.zeros([TOKENS, COLUMNS], tl.int64)
     for step in range(steps):
@@ -198,6 +201,20 @@ class Launch:
     is_wide: bool
 
 
+def table_row(
+    pool_address: int,
+    plane_address: int,
+    pitch_units: int,
+    width_units: int,
+    sums_index: int,
+    token_start: int,
+    token_stop: int,
+) -> list[int]:
+    """Return a row of the table: what of a plane is moved, if the launch's range holds it."""
+    row = [pool_address, plane_address, pitch_units, width_units, sums_index, token_start, token_stop]
+    return row + [0] * (TABLE_COLUMNS - len(row))
+
+
 def plan_launch(unit_bytes: int, widths_units: list[int], *, is_wide: bool) -> Launch:
     """Return how planes whose rows have *widths_units* units, of *unit_bytes* each, are moved."""
     wanted_units = sum(widths_units)
@@ -220,10 +237,10 @@ def launch(
     how: Launch,
     *,
     is_scatter: bool,
-    is_dry: bool = False,
+    span_tokens: int | None = None,
     tuning: Tuning | None = None,
 ) -> None:
-    """Move tokens ``[token_start, token_stop)`` of all planes of *table* on the current stream.
+    """Move tokens ``[token_start, token_stop)`` of all rows of *table* on the current stream.
 
     Everything was checked by the caller: a wrong address or slot is a wild access.
 
@@ -235,15 +252,17 @@ def launch(
         token_stop: one past the last token.
         how: from ``plan_launch``.
         is_scatter: from planes to pool, instead of the other way.
-        is_dry: compile only.
+        span_tokens: the most tokens of one row, when the rows narrow the range down; None: all.
         tuning: constants; the result does not depend on them. None: ``DEFAULT_TUNING``.
     """
     tuning = tuning or DEFAULT_TUNING
     tokens = max(1, tuning.tile_units // how.columns)
     # A short range is spread over many programs instead of a few with many steps.
-    programs_wanted = ceil_div(token_stop - token_start, tokens)
+    if span_tokens is None:
+        span_tokens = token_stop - token_start
+    programs_wanted = ceil_div(span_tokens, tokens)
     steps = max(1, min(tuning.steps, programs_wanted * table.shape[0] // _PROGRAMS_MIN))
-    grid = (ceil_div(programs_wanted, steps), table.shape[0])
+    grid = (max(1, ceil_div(programs_wanted, steps)), table.shape[0])
     _move.run(
         table,
         slots,
@@ -264,7 +283,7 @@ def launch(
         STORE_EVICT=tuning.store_evict,
         num_warps=tuning.num_warps,
         grid=grid,
-        warmup=is_dry,
+        warmup=False,
     )
 
 

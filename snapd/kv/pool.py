@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from snapd.errors import InvalidRequest, LayoutMismatch
+from snapd.kv.threads import torch_threads
 from snapd.layout import PAGE_SIZE_TOKENS_MAX, Layout, Namespace
 
 # Index ops of torch move an element at a time, so the element should be wide. complex128 is moved as 16
@@ -216,6 +217,11 @@ class KVPool:
             raise InvalidRequest(f"slots are {slots.dtype} on {slots.device}; int64 on the CPU is wanted")
         if num_tokens < 1 or slots.shape != (num_tokens,):
             raise InvalidRequest(f"slots have shape {tuple(slots.shape)} for {num_tokens} tokens")
+        # Less work than waking torch's threads.
+        with torch_threads(1):
+            self._check_values(slots, num_tokens)
+
+    def _check_values(self, slots: torch.Tensor, num_tokens: int) -> None:
         low, high = (int(bound) for bound in torch.aminmax(slots))
         if low < 0 or high >= self.num_slots:
             raise InvalidRequest(f"slots span {low} to {high}, and the pool has {self.num_slots}")

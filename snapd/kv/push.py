@@ -1,7 +1,8 @@
 """D's side: brings a session's snapshot into the daemon's buffer.
 
 Over shared memory the bytes go from the kv_pool's slots straight into the mapped arena. Over Mooncake they
-go through a staging ring, and are gathered while the pieces before them fly. They are summed on the way.
+go through a staging ring, and are gathered while the pieces before them fly; so do those for an arena on
+another GPU. They are summed on the way.
 Everything can be done in bounded steps, so that a scheduler loop need not wait for a whole push.
 
 Source: design, section 8.
@@ -18,6 +19,7 @@ import torch
 from snapd.calls import Grant
 from snapd.client import Client
 from snapd.errors import (
+    ConfigError,
     ConnectionProblem,
     ExtraMissing,
     LayoutMismatch,
@@ -27,16 +29,20 @@ from snapd.errors import (
 )
 from snapd.kv.checksum import PlaneChecksum
 from snapd.kv.control import Attempts, ClientControl, NotifyControl, PrepareRequest, PushControl
+from snapd.kv.devicemapped import DeviceMappedJob
+from snapd.kv.devicepush import GpuSide
+from snapd.kv.devicestaged import DeviceGather
 from snapd.kv.flights import Flights
 from snapd.kv.mappedjob import MappedJob, MappedPlanesJob
 from snapd.kv.pool import KVPool
 from snapd.kv.pushjob import PushJob, PushResult, RefusedJob, refused
 from snapd.kv.slabs import Slabs
 from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource, check_piece_bytes
-from snapd.kv.stagedjob import SourceFor, StagedJob
-from snapd.kv.staging import StagingRing
+from snapd.kv.stagedjob import RingFor, SourceFor, StagedJob
+from snapd.kv.staging import Ring, StagingRing
 from snapd.kv.writers import WriterFor, Writers, mooncake_writers
 from snapd.layout import Namespace, fingerprint, page_keys, token_digest
+from snapd.mapping import MapFailed
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.units import MIB
 from snapd.wire import HelloRep, RankGrant, SessionEnded
@@ -44,6 +50,8 @@ from snapd.wire import HelloRep, RankGrant, SessionEnded
 __all__ = ["NotifyControl", "PushJob", "PushResult", "PushSettings", "Pusher"]
 
 STEP_BYTES: Final = 64 * MIB
+# What a push that cannot begin ends with.
+_REFUSALS: Final = (RequestError, ConnectionProblem, TransportError, ConfigError, ExtraMissing)
 
 
 class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +59,11 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         piece_bytes: the longest write.
-        ring_bytes: staging memory, at most; allocated as it is needed.
+        ring_bytes: staging memory, at most; allocated as it is needed. On a GPU all of it at once, with room
+            for two pieces at least, and each GPU has its own.
         in_flight_bytes_max: how much is written at a time; one piece at least.
+        gpu_piece_bytes, gpu_in_flight_bytes_max: the same for pools on a GPU, where a write costs as much
+            as some MiB of it.
         retries_max: how often a piece is written again, and how often a peer that rests is waited for.
         gather_threads: torch's threads while a piece is gathered on the CPU; None: as torch is set. On few
             cores more than one get in the way of the transport's own.
@@ -61,6 +72,8 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
     piece_bytes: int = 16 * MIB
     ring_bytes: int = 256 * MIB
     in_flight_bytes_max: int = 64 * MIB
+    gpu_piece_bytes: int = 128 * MIB
+    gpu_in_flight_bytes_max: int = 256 * MIB
     retries_max: int = 3
     gather_threads: int | None = 1
 
@@ -70,6 +83,9 @@ class Pusher:
 
     The daemon says over which transport. With shared memory nothing else is needed. With Mooncake, one
     writer a rank is made when it is first needed.
+
+    Pools on a GPU need arenas on a GPU: over shared memory of the same host, best the same GPU; over Mooncake
+    with ``nvlink_intra``. Gathers run on a stream of their own.
 
     Args:
         client: the control connection; or another way to speak to the daemon, such as ``NotifyControl``.
@@ -83,7 +99,7 @@ class Pusher:
 
     Raises:
         LayoutMismatch: the pools differ.
-        InvalidRequest: the ring has no room for a piece.
+        InvalidRequest: the ring has no room for a piece (on a GPU for two), or only some pools are on a GPU.
     """
 
     def __init__(
@@ -114,8 +130,16 @@ class Pusher:
         self._clock = clock
         self._is_always_staged = writer_for is not None
         self._ring = StagingRing(settings.ring_bytes, settings.piece_bytes)
-        self._flights = Flights(self._ring, self.control, settings.in_flight_bytes_max, clock)
-        self._writers = Writers(writer_for or mooncake_writers(mooncake, settings.in_flight_bytes_max))
+        self._gpus = GpuSide(self.pools, settings.ring_bytes, settings.gpu_piece_bytes)
+        in_flight_bytes_max = (
+            settings.gpu_in_flight_bytes_max if self._gpus.is_used else settings.in_flight_bytes_max
+        )
+        self._flights = Flights(self.control, in_flight_bytes_max, clock)
+        if writer_for is None:
+            writer_for = self._gpus.writers(
+                mooncake_writers(mooncake, in_flight_bytes_max, self._gpus.devices), self._slabs
+            )
+        self._writers = Writers(writer_for, self._gpus.devices)
 
     @property
     def ended(self) -> deque[SessionEnded]:
@@ -125,7 +149,7 @@ class Pusher:
     @property
     def staging_bytes(self) -> int:
         """Staging memory that it holds."""
-        return self._ring.allocated_bytes
+        return self._ring.allocated_bytes + self._gpus.staging_bytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -140,6 +164,19 @@ class Pusher:
     def poll(self) -> None:
         """See which writes of ended attempts are over, and give drain proof. Every step does it as well."""
         self._flights.poll()
+
+    def connect(self) -> HelloRep:
+        """Ask the daemon what it is, and have what pushes to it need; returns what it said.
+
+        On a GPU this allocates the staging memory, which waits for whatever the GPU is doing. The first push
+        does so otherwise: call it when the engine starts.
+
+        Raises:
+            ConfigError: bytes cannot go from the pools to the arenas; says what to set.
+            TransportError, ExtraMissing: the transport cannot be used, or there is too little memory.
+            ConnectionProblem, RequestError: the daemon cannot be asked, or refused.
+        """
+        return self._hello()
 
     def prepare(
         self,
@@ -188,25 +225,31 @@ class Pusher:
         token_start: int = 0,
         use_resident_hint: bool = True,
         renew: bool = True,
+        after: Sequence[torch.cuda.Event] | None = None,
     ) -> PushResult:
         """Bring a snapshot over, and return when it is READY or will not be.
 
         Args:
             session_id: the conversation.
             token_ids: all its tokens from the first on; the last has its KV in the pool too.
-            slots: where each token's KV is, int64, shape [len(token_ids)], the same on every rank.
+            slots: where each token's KV is, int64 on the CPU, shape [len(token_ids)], the same on every rank.
             token_start: first token to send; a multiple of the page size.
             use_resident_hint: send only what P is believed to lack.
             renew: prepare once more when the daemon was restarted meanwhile.
+            after: for pools on a GPU: recorded events that the gather waits for, such as that of the forward
+                pass that wrote the pages. None: all that the current stream was given until now.
 
         Raises:
-            InvalidRequest: *slots* do not fit; nothing was asked of the daemon.
+            InvalidRequest: *slots* do not fit, or there are events and the pools are on the host; nothing
+                was asked of the daemon.
         """
+        events = self._gpus.events(after)
 
         def attempt() -> PushJob:
             return self.start(
-                session_id, token_ids, slots, token_start=token_start, use_resident_hint=use_resident_hint
-            )
+                session_id, token_ids, slots,
+                token_start=token_start, use_resident_hint=use_resident_hint, after=events,
+            )  # fmt: skip
 
         job = _finished(attempt())
         if renew and self._is_restarted(job):
@@ -229,55 +272,77 @@ class Pusher:
         *,
         token_start: int = 0,
         use_resident_hint: bool = True,
+        after: Sequence[torch.cuda.Event] | None = None,
     ) -> PushJob:
         """Begin a push that is done in steps; arguments and errors as for ``push``.
 
-        Step it until it says that it is done, or cancel it: it holds staging memory.
+        Step it until it says that it is done, or cancel it: it holds staging memory. No step waits for a
+        GPU; this call does when it allocates staging memory there, the first time. On a GPU a push that was
+        cancelled may read the slots a moment longer; what it reads then is not used.
         """
-        self._check_slots(slots, len(token_ids))
+        slots = self._check_slots(slots, len(token_ids))
+        events = self._gpus.events(after)
         started_s = time.monotonic()
         try:
             hello, grant = self._ask(session_id, token_ids, token_start, use_resident_hint)
-        except (RequestError, ConnectionProblem, TransportError, ExtraMissing) as error:
+        except _REFUSALS as error:
             return RefusedJob(error)
-        return self._job(hello, grant, slots[grant.token_start :], started_s)
+        return self._job(hello, grant, slots[grant.token_start :], started_s, events)
 
-    def start_granted(self, grant: Grant, slots: torch.Tensor) -> PushJob:
+    def start_granted(
+        self, grant: Grant, slots: torch.Tensor, *, after: Sequence[torch.cuda.Event] | None = None
+    ) -> PushJob:
         """Begin a push for which somebody else prepared, and handed the grant over.
 
         Args:
             grant: for this pusher's layout.
             slots: where the KV of the granted tokens is, int64, shape [grant.num_tokens], on every rank.
+            after: see ``push``.
 
         Raises:
-            InvalidRequest: *slots* do not fit.
+            InvalidRequest: *slots* do not fit, or there are events and the pools are on the host.
         """
-        self._check_slots(slots, grant.num_tokens)
+        slots = self._check_slots(slots, grant.num_tokens)
+        events = self._gpus.events(after)
         started_s = time.monotonic()
         try:
             hello = self._hello()
-        except (RequestError, ConnectionProblem, TransportError, ExtraMissing) as error:
+        except _REFUSALS as error:
             return RefusedJob(error)
-        return self._job(hello, grant, slots, started_s)
+        return self._job(hello, grant, slots, started_s, events)
 
-    def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> None:
+    def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return checked slots: for a GPU a copy, as a wrong one that came later would be a wild access."""
+        if self._gpus.is_used:
+            slots = slots.clone()
         for pool in self.pools.values():
             pool.check_slots(slots, num_tokens)
+        return slots
 
     def _ask(
-        self, session_id: str, token_ids: Sequence[int], token_start: int, use_resident_hint: bool
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        token_start: int,
+        use_resident_hint: bool,
+        *,
+        of_planes: bool = False,
     ) -> tuple[HelloRep, Grant]:
-        hello = self._hello()
+        hello = self._hello(of_planes=of_planes)
         grant = self.prepare(
             session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
         )
         # It may have been restarted between the two.
         return (hello if hello.epoch == grant.epoch else self.control.hello()), grant
 
-    def _hello(self) -> HelloRep:
+    def _hello(self, *, of_planes: bool = False) -> HelloRep:
         """Return what the daemon said of itself; no slab is asked for that could not be written now.
 
+        Args:
+            of_planes: what is sent is on the host, wherever the pools are.
+
         Raises:
+            ConfigError: bytes cannot go from where they are to where the arenas are.
             PeerResting: the transport failed a moment ago.
             InvalidRequest: the pieces are too short for this layout.
             TransportError, ExtraMissing: it cannot be used.
@@ -285,17 +350,40 @@ class Pusher:
         """
         self.poll()
         hello = self.control.hello()
-        if self._is_staged(hello):
-            check_piece_bytes(self.layout.plane_stride_bytes, self.settings.piece_bytes)
-            self._writers.check_peers(hello, self.pools)
-        elif self._slabs is None:
+        is_mapped = not self._is_staged(hello)
+        if is_mapped and self._slabs is None:
             raise TransportError(f"transport {hello.transport}: a control connection is needed")
+        if not of_planes:
+            self._check_places(hello, is_staged=not is_mapped)
+        if not is_mapped:
+            piece_bytes = self.settings.piece_bytes
+            if self._gpus.is_used and not of_planes:
+                piece_bytes = self.settings.gpu_piece_bytes
+            check_piece_bytes(self.layout.plane_stride_bytes, piece_bytes)
+            self._writers.check_peers(hello, self.pools)
         return hello
+
+    def _check_places(self, hello: HelloRep, *, is_staged: bool) -> None:
+        try:
+            self._gpus.check(
+                hello, self._slabs, is_staged=is_staged, is_protocol_known=not self._is_always_staged
+            )
+        except MapFailed as error:
+            raise TransportError(str(error)) from None
 
     def _is_staged(self, hello: HelloRep) -> bool:
         return self._is_always_staged or hello.transport == "mooncake"
 
-    def _job(self, hello: HelloRep, grant: Grant, slots: torch.Tensor, started_s: float) -> PushJob:
+    def _job(
+        self,
+        hello: HelloRep,
+        grant: Grant,
+        slots: torch.Tensor,
+        started_s: float,
+        after: Sequence[torch.cuda.Event],
+    ) -> PushJob:
+        if self._gpus.is_used:
+            return self._gpu_job(hello, grant, slots, started_s, after)
         if self._is_staged(hello):
 
             def gather(rank_grant: RankGrant, offsets: list[int]) -> StagedSource:
@@ -309,15 +397,45 @@ class Pusher:
             slabs=self._slabs, pools=self.pools, slots=slots,
         )  # fmt: skip
 
+    def _gpu_job(
+        self,
+        hello: HelloRep,
+        grant: Grant,
+        slots: torch.Tensor,
+        started_s: float,
+        after: Sequence[torch.cuda.Event],
+    ) -> PushJob:
+        if self._is_staged(hello) or not self._gpus.is_near:
+
+            def gather(rank_grant: RankGrant, offsets: list[int]) -> DeviceGather:
+                return self._gpus.gather(rank_grant, slots, offsets, rank_grant.extents, after)
+
+            return self._staged_job(hello, grant, gather, started_s, self._gpus.ring_for)
+        assert isinstance(self.control, ClientControl) and self._slabs is not None
+        return DeviceMappedJob(
+            grant, self.layout, self.control, self._attempts, started_s,
+            slabs=self._slabs, pools=self.pools, jobs=self._gpus.jobs, slots=slots, after=after,
+            stream_for=self._gpus.stream_for, flights=self._flights,
+        )  # fmt: skip
+
     def _staged_job(
-        self, hello: HelloRep, grant: Grant, source_for: SourceFor, started_s: float
+        self,
+        hello: HelloRep,
+        grant: Grant,
+        source_for: SourceFor,
+        started_s: float,
+        ring_for: RingFor | None = None,
     ) -> StagedJob:
         return StagedJob(
             grant, self.layout, self.control, self._attempts, started_s,
-            hello=hello, source_for=source_for, ring=self._ring, flights=self._flights,
+            hello=hello, source_for=source_for, ring_for=ring_for or self._host_ring, flights=self._flights,
             writers=self._writers, retries_max=self.settings.retries_max,
             gather_threads=self.settings.gather_threads, clock=self._clock,
         )  # fmt: skip
+
+    def _host_ring(self, rank: int) -> Ring:
+        del rank
+        return self._ring
 
     def push_planes(
         self,
@@ -339,8 +457,10 @@ class Pusher:
         """
         started_s = time.monotonic()
         try:
-            hello, grant = self._ask(session_id, token_ids, token_start, use_resident_hint=False)
-        except (RequestError, ConnectionProblem, TransportError, ExtraMissing) as error:
+            hello, grant = self._ask(
+                session_id, token_ids, token_start, use_resident_hint=False, of_planes=True
+            )
+        except _REFUSALS as error:
             return refused(error)
         if self._is_staged(hello):
 
@@ -369,6 +489,7 @@ class Pusher:
         self._flights.close()
         self._writers.close()
         self._ring.trim()
+        self._gpus.close()
         if self._slabs is not None:
             self._slabs.close()
 

@@ -44,7 +44,7 @@ class StagedPiece:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Section:
+class Section:
     """Bytes ``[start, stop)`` of one plane, and where they begin in the piece."""
 
     plane_index: int
@@ -54,12 +54,12 @@ class _Section:
 
 
 @dataclasses.dataclass
-class _Plan:
+class PiecePlan:
     """A piece to come."""
 
     offset_bytes: int
     extent: Extent
-    sections: list[_Section] = dataclasses.field(default_factory=list)
+    sections: list[Section] = dataclasses.field(default_factory=list)
     size_bytes: int = 0
 
 
@@ -71,13 +71,13 @@ def _extent_of(offset_bytes: int, size_bytes: int, extents: Sequence[Extent]) ->
     return extents[index]
 
 
-def _plan(
+def plan_pieces(
     sizes_bytes: Sequence[int],
     granules_bytes: Sequence[int],
     offsets_bytes: Sequence[int],
     extents: Sequence[Extent],
     piece_bytes: int,
-) -> list[_Plan]:
+) -> list[PiecePlan]:
     """Return the pieces of a shard, in order of its planes.
 
     Args:
@@ -98,7 +98,7 @@ def _plan(
         if next_start < start + size_bytes:
             raise InvalidRequest("two planes share bytes")
     in_order = sorted(extents)
-    plans: list[_Plan] = []
+    plans: list[PiecePlan] = []
     for index, (size_bytes, granule_bytes, offset_bytes) in enumerate(
         zip(sizes_bytes, granules_bytes, offsets_bytes, strict=True)
     ):
@@ -113,12 +113,12 @@ def _plan(
                 or start < plan.offset_bytes + plan.size_bytes
                 or start - plan.offset_bytes + min(granule_bytes, left) > piece_bytes
             ):
-                plan = _Plan(start, extent)
+                plan = PiecePlan(start, extent)
                 plans.append(plan)
             at = start - plan.offset_bytes
             room = piece_bytes - at
             taken = left if left <= room else align_down(room, granule_bytes)
-            plan.sections.append(_Section(index, done, done + taken, at))
+            plan.sections.append(Section(index, done, done + taken, at))
             plan.size_bytes = at + taken
             done += taken
     return plans
@@ -185,7 +185,7 @@ class _Pieces(abc.ABC):
 
     bytes_done: int
 
-    def _lay_out(self, sizes_bytes: Sequence[int], plans: list[_Plan]) -> None:
+    def _lay_out(self, sizes_bytes: Sequence[int], plans: list[PiecePlan]) -> None:
         self.plane_sizes_bytes = tuple(sizes_bytes)
         self._plans = plans
         self._next_piece = 0
@@ -247,7 +247,7 @@ class _Pieces(abc.ABC):
         return self.step(self.piece_bytes_max)
 
     @abc.abstractmethod
-    def _parts_of(self, plan: _Plan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
+    def _parts_of(self, plan: PiecePlan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
         """Yield what to move at once: of which plane, what of it, and to where."""
 
     @abc.abstractmethod
@@ -279,16 +279,11 @@ class StagedGatherJob(_Pieces, Gathers):
         extents: Sequence[Extent],
         piece_bytes: int,
     ) -> None:
-        check_piece_bytes((place.stride_bytes for place in pool.planes), piece_bytes)
+        sizes, plans = plan_gather(pool, slots.numel(), plane_offsets_bytes, extents, piece_bytes)
         super().__init__(pool, slots, checksum=True)
-        sizes = [slots.numel() * place.stride_bytes for place in pool.planes]
-        granules = [
-            _granule_tokens(place.stride_bytes, pool.page_size_tokens, piece_bytes) * place.stride_bytes
-            for place in pool.planes
-        ]
-        self._lay_out(sizes, _plan(sizes, granules, plane_offsets_bytes, extents, piece_bytes))
+        self._lay_out(sizes, plans)
 
-    def _parts_of(self, plan: _Plan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
+    def _parts_of(self, plan: PiecePlan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
         for section in plan.sections:
             stride_bytes = self._pool.planes[section.plane_index].stride_bytes
             pieces = self._pieces[stride_bytes]
@@ -307,7 +302,28 @@ class StagedGatherJob(_Pieces, Gathers):
         self._move_piece(plane_index, piece, part)
 
 
-def _granule_tokens(stride_bytes: int, page_size_tokens: int, piece_bytes: int) -> int:
+def plan_gather(
+    pool: KVPool,
+    num_tokens: int,
+    plane_offsets_bytes: Sequence[int],
+    extents: Sequence[Extent],
+    piece_bytes: int,
+) -> tuple[list[int], list[PiecePlan]]:
+    """Return the size of each plane of a shard of *pool*, and its pieces; a part of a plane is whole tokens.
+
+    Raises:
+        InvalidRequest: something does not fit.
+    """
+    check_piece_bytes((place.stride_bytes for place in pool.planes), piece_bytes)
+    sizes = [num_tokens * place.stride_bytes for place in pool.planes]
+    granules = [
+        granule_tokens(place.stride_bytes, pool.page_size_tokens, piece_bytes) * place.stride_bytes
+        for place in pool.planes
+    ]
+    return sizes, plan_pieces(sizes, granules, plane_offsets_bytes, extents, piece_bytes)
+
+
+def granule_tokens(stride_bytes: int, page_size_tokens: int, piece_bytes: int) -> int:
     """Return of how many tokens a plane's part in a piece is a multiple: pages, if they are short enough."""
     word_tokens = CUT_BYTES // math.gcd(CUT_BYTES, stride_bytes)
     page_tokens = math.lcm(page_size_tokens, word_tokens)
@@ -361,7 +377,7 @@ class StagedCopyJob(_Pieces):
         self.bytes_total = sum(sizes)
         self.bytes_done = 0
         self._lay_out(
-            sizes, _plan(sizes, [CUT_BYTES] * len(sizes), plane_offsets_bytes, extents, piece_bytes)
+            sizes, plan_pieces(sizes, [CUT_BYTES] * len(sizes), plane_offsets_bytes, extents, piece_bytes)
         )
 
     @property
@@ -375,7 +391,7 @@ class StagedCopyJob(_Pieces):
             raise InvalidRequest(f"{self.bytes_total - self.bytes_done} bytes are still to be moved")
         return self._given if self._given is not None else tuple(sums.value for sums in self._sums)
 
-    def _parts_of(self, plan: _Plan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
+    def _parts_of(self, plan: PiecePlan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
         for section in plan.sections:
             for start in range(section.start, section.stop, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, section.stop)

@@ -1,7 +1,8 @@
 """A push that goes through staging buffers: gather one piece while those before it fly.
 
 For every rank: pieces are filled, written, and written again if that failed; when all are done, the rank is
-committed. A piece is gathered ahead, not more: what waits in memory only leaves the cache.
+committed. On the CPU a piece is gathered ahead, not more: what waits in memory only leaves the cache. On a
+GPU gathers are launched into every buffer that is free; a piece is written when its gather is over.
 
 Source: design, sections 7 and 8.
 """
@@ -14,11 +15,13 @@ from typing import Final, TypeAlias
 from snapd.calls import Grant
 from snapd.errors import InvalidRequest, PeerResting, StaleHandle, TransportError
 from snapd.kv.control import Attempts, Commitment, PushControl, RankCommit
+from snapd.kv.devicestaged import DeviceGather, PieceGathering
+from snapd.kv.devicestaging import DeviceRing
 from snapd.kv.flights import Flight, Flights, Piece
 from snapd.kv.pushjob import GrantedJob
 from snapd.kv.slabs import plane_places
-from snapd.kv.staged import StagedSource
-from snapd.kv.staging import StagingBuffer, StagingRing
+from snapd.kv.staged import StagedPiece, StagedSource
+from snapd.kv.staging import Ring, StagingBuffer
 from snapd.kv.threads import torch_threads
 from snapd.kv.writers import RankWriter, Writers, arena_offer
 from snapd.layout import Layout
@@ -29,9 +32,14 @@ from snapd.wire import HelloRep, RankGrant
 # How long to wait at most for a write, and for a peer that rests, before looking again.
 WAIT_S: Final = 0.000_5
 REST_WAIT_S_MAX: Final = 0.05
+# A GPU fills a piece in less time than a thread can sleep, so waits look again and again; after so many in a
+# row in which nothing happened they sleep: a forward pass, or a peer, takes its time.
+BUSY_WAITS_MAX: Final = 4
 
 # Makes what is sent of a rank: the grant of its shard, and where its planes start in the arena.
-SourceFor: TypeAlias = Callable[[RankGrant, list[int]], StagedSource]
+SourceFor: TypeAlias = Callable[[RankGrant, list[int]], StagedSource | DeviceGather]
+# Says where a rank's buffers come from.
+RingFor: TypeAlias = Callable[[int], Ring]
 
 
 class _NotifiedCommit:
@@ -74,7 +82,9 @@ class _Shard:
         grant: where it goes.
         source: what is sent; None: not begun.
         writer: how it is written.
-        buffer: what is being filled.
+        ring: where its buffers come from.
+        buffer: what is being filled by this thread.
+        filling: what is being filled by a GPU, in order.
         ready: pieces that were filled, or failed, and are to be written.
         flying: writes under way.
         last_piece: the last one, if the commit goes behind it.
@@ -84,10 +94,12 @@ class _Shard:
         is_committed: the daemon has it.
     """
 
-    def __init__(self, grant: RankGrant) -> None:
+    def __init__(self, grant: RankGrant, ring: Ring) -> None:
         self.grant = grant
-        self.source: StagedSource | None = None
+        self.ring = ring
+        self.source: StagedSource | DeviceGather | None = None
         self.writer: RankWriter | None = None
+        self.filling: deque[tuple[StagingBuffer, PieceGathering]] = deque()
         self.buffer: StagingBuffer | None = None
         self.ready: deque[Piece] = deque()
         self.flying: list[Flight] = []
@@ -96,6 +108,10 @@ class _Shard:
         self.is_drained = True
         self.commit: Commitment | None = None
         self.is_committed = False
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return isinstance(self.ring, DeviceRing)
 
     @property
     def is_gathered(self) -> bool:
@@ -113,7 +129,7 @@ class StagedJob(GrantedJob):
         grant, layout, control, attempts, started_s: see ``GrantedJob``.
         hello: what the daemon said of itself.
         source_for: makes what is sent of a rank.
-        ring: where buffers come from.
+        ring_for: where a rank's buffers come from.
         flights: the writes of this pusher.
         writers: the writers of this pusher.
         retries_max: how often a piece is written again, and how often a peer that rests is waited for.
@@ -131,7 +147,7 @@ class StagedJob(GrantedJob):
         *,
         hello: HelloRep,
         source_for: SourceFor,
-        ring: StagingRing,
+        ring_for: RingFor,
         flights: Flights,
         writers: Writers,
         retries_max: int,
@@ -140,16 +156,16 @@ class StagedJob(GrantedJob):
     ) -> None:
         self._hello = hello
         self._source_for = source_for
-        self._ring = ring
         self._flights = flights
         self._writers = writers
         self._retries_max = retries_max
         self._gather_threads = gather_threads
         self._clock = clock
-        self._shards = [_Shard(rank_grant) for rank_grant in grant.ranks]
+        self._shards = [_Shard(rank_grant, ring_for(rank_grant.rank)) for rank_grant in grant.ranks]
         self._rests = 0
         self._rest_until_s = 0.0
         self._has_moved = False
+        self._busy_waits = 0
         self._began_s = clock()
         super().__init__(grant, layout, control, attempts, started_s)
         self._lifetime_ms = control.lifetime_ms(self._shard_bytes * len(grant.ranks))
@@ -166,12 +182,28 @@ class StagedJob(GrantedJob):
         commits = [shard.commit for shard in self._shards if shard.commit and not shard.is_committed]
         is_flying = any(shard.flying for shard in self._shards)
         rest_s = self._rest_until_s - self._clock()
-        if commits and not is_flying:
+        is_gpu_at_work = any(shard.is_on_gpu and not shard.is_written for shard in self._shards)
+        if is_gpu_at_work and rest_s <= 0 and self._busy_waits < BUSY_WAITS_MAX:
+            self._wait_for_gpu()
+        elif commits and not is_flying:
             commits[0].wait(WAIT_S)
         elif rest_s > 0 and not is_flying:
             time.sleep(min(rest_s, REST_WAIT_S_MAX))
         else:
             time.sleep(WAIT_S)
+
+    def _wait_for_gpu(self) -> None:
+        """Wait for a gather or a write to end, ``WAIT_S`` at most; others of this process may run."""
+        self._busy_waits += 1
+        until_s = time.perf_counter() + WAIT_S
+        while time.perf_counter() < until_s:
+            self._flights.poll()
+            for shard in self._shards:
+                if any(flight.progress is not None for flight in shard.flying):
+                    return
+                if shard.filling and shard.filling[0][1].is_over:
+                    return
+            time.sleep(0)
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -190,10 +222,16 @@ class StagedJob(GrantedJob):
         for shard in self._shards:
             self._settle(shard)
         self._check_lifetime()
+        # What waits first, as the peer has nothing to do meanwhile.
         self._write_ready()
-        self._gather_some(max_bytes)
+        launched_bytes = self._launch_some(max_bytes)
+        self._collect()
+        self._write_ready()
+        self._gather_some(max_bytes, launched_bytes)
         for shard in self._shards:
             self._commit(shard)
+        if self._has_moved:
+            self._busy_waits = 0
         if all(shard.is_committed for shard in self._shards):
             self._succeed(drained=all(shard.is_drained for shard in self._shards))
 
@@ -268,10 +306,43 @@ class StagedJob(GrantedJob):
             raise resting
         self._rest_until_s = self._clock() + resting.retry_after_ms / MS_PER_S
 
-    def _gather_some(self, max_bytes: int) -> None:
-        moved_bytes = 0
+    def _launch_some(self, max_bytes: int) -> int:
+        """Launch gathers on GPUs, up to *max_bytes* but one at least; return how many bytes."""
+        launched_bytes = 0
+        for shard in (shard for shard in self._shards if shard.is_on_gpu):
+            self._begin_source(shard)
+            source = shard.source
+            assert isinstance(source, DeviceGather)
+            started_s = time.monotonic()
+            while source.has_more and (not launched_bytes or launched_bytes < max_bytes):
+                buffer = shard.ring.take()
+                if buffer is None:
+                    break
+                try:
+                    gathering = source.begin(buffer)
+                except BaseException:
+                    shard.ring.give_back(buffer)
+                    raise
+                shard.filling.append((buffer, gathering))
+                launched_bytes += gathering.payload_bytes
+                self._has_moved = True
+            self._gather_s += time.monotonic() - started_s
+        return launched_bytes
+
+    def _collect(self) -> None:
+        """Have pieces written whose gathers are over."""
         for shard in self._shards:
-            while not shard.is_gathered:
+            while shard.filling and shard.filling[0][1].is_over:
+                buffer, gathering = shard.filling.popleft()
+                assert isinstance(shard.source, DeviceGather)
+                staged = shard.source.collect(gathering)
+                is_last = not shard.source.has_more and not shard.filling
+                self._make_ready(shard, buffer, staged, is_last=is_last)
+                self._has_moved = True
+
+    def _gather_some(self, max_bytes: int, moved_bytes: int) -> None:
+        for shard in self._shards:
+            while not shard.is_on_gpu and not shard.is_gathered:
                 # A piece that waits is ahead enough.
                 if any(other.ready for other in self._shards) or not self._begin_piece(shard):
                     return
@@ -283,19 +354,23 @@ class StagedJob(GrantedJob):
                 if shard.buffer is not None or moved_bytes >= max_bytes:
                     return
 
-    def _begin_piece(self, shard: _Shard) -> bool:
-        """Have a buffer that is being filled; return whether there is one."""
+    def _begin_source(self, shard: _Shard) -> None:
         if shard.source is None:
             shard.source = self._make_source(shard.grant)
             shard.writer = self._writers.writer(self._hello, shard.grant.rank)
+
+    def _begin_piece(self, shard: _Shard) -> bool:
+        """Have a buffer that is being filled by this thread; return whether there is one."""
+        self._begin_source(shard)
+        assert not isinstance(shard.source, DeviceGather) and shard.source is not None
         if shard.buffer is None:
-            shard.buffer = self._ring.take()
+            shard.buffer = shard.ring.take()
             if shard.buffer is None:
                 return False
             shard.source.begin(shard.buffer.memory)
         return True
 
-    def _make_source(self, grant: RankGrant) -> StagedSource:
+    def _make_source(self, grant: RankGrant) -> StagedSource | DeviceGather:
         places = plane_places(grant, self.grant.num_tokens, arena_offer(self._hello, grant.rank).size_bytes)
         source = self._source_for(grant, [offset_bytes for offset_bytes, _ in places])
         if source.plane_sizes_bytes != tuple(size_bytes for _, size_bytes in places):
@@ -304,20 +379,27 @@ class StagedJob(GrantedJob):
 
     def _fill(self, shard: _Shard, max_bytes: int, moved_bytes: int) -> int:
         """Gather into the buffer, up to *max_bytes* with those before; return how many bytes."""
+        assert not isinstance(shard.source, DeviceGather)
         assert shard.source is not None and shard.buffer is not None
         before_bytes = shard.source.bytes_done
         with torch_threads(self._gather_threads):
             staged = shard.source.step(max_bytes, moved_bytes)
         if staged is not None:
-            target_ptr = shard.grant.snapshot_buf_base_ptr + staged.offset_bytes
-            write = Write(shard.buffer.address, target_ptr, staged.size_bytes)
-            is_kept = self._control.is_notifying and shard.source.done
-            piece = Piece(shard.buffer, write, is_kept=is_kept)
-            if is_kept:
-                shard.last_piece = piece
-            shard.ready.append(piece)
+            self._make_ready(shard, shard.buffer, staged, is_last=shard.source.done)
             shard.buffer = None
         return shard.source.bytes_done - before_bytes
+
+    def _make_ready(
+        self, shard: _Shard, buffer: StagingBuffer, staged: StagedPiece, *, is_last: bool
+    ) -> None:
+        """Have a filled buffer written."""
+        target_ptr = shard.grant.snapshot_buf_base_ptr + staged.offset_bytes
+        write = Write(buffer.address, target_ptr, staged.size_bytes)
+        is_kept = self._control.is_notifying and is_last
+        piece = Piece(shard.ring, buffer, write, is_kept=is_kept)
+        if is_kept:
+            shard.last_piece = piece
+        shard.ready.append(piece)
 
     def _commit(self, shard: _Shard) -> None:
         if shard.is_committed or not shard.is_written:
@@ -355,8 +437,12 @@ class StagedJob(GrantedJob):
         if shard.commit is not None and not shard.is_committed:
             shard.commit.forget()
         if shard.buffer is not None:
-            self._ring.give_back(shard.buffer)
+            shard.ring.give_back(shard.buffer)
             shard.buffer = None
+        for buffer, gathering in shard.filling:
+            # The GPU still writes there.
+            self._flights.release_after(shard.ring, buffer, gathering)
+        shard.filling.clear()
         flights = shard.flying + ([shard.notice] if shard.notice is not None else [])
         flying_pieces = [flight.piece for flight in flights]
         for piece in shard.ready:

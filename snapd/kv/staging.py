@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import weakref
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -26,6 +26,32 @@ _spare_lock: Final = threading.Lock()
 _lent: Final[dict[tuple[int, int], "StagingBuffer"]] = {}
 
 
+class Ring(Protocol):
+    """Buffers of bounded memory, on the host or on a GPU."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory that it holds."""
+        ...
+
+    @property
+    def lent(self) -> int:
+        """Buffers that were taken and not given back."""
+        ...
+
+    def take(self) -> "StagingBuffer | None":
+        """Return a buffer, or None if all are lent."""
+        ...
+
+    def give_back(self, buffer: "StagingBuffer") -> None:
+        """Take a buffer back: nobody reads from it or writes to it any more."""
+        ...
+
+    def trim(self) -> None:
+        """Let go of what is not lent."""
+        ...
+
+
 class StagingBuffer:
     """Page-aligned memory for one piece.
 
@@ -33,15 +59,17 @@ class StagingBuffer:
         memory: uint8, shape [size_bytes].
         address: of its first byte.
         size_bytes: whole pages.
+        region: address and size in bytes of what a transport is told of, the buffer and maybe its neighbours.
         pid: of the process that has it mapped; its children do not.
     """
 
-    __slots__ = ("address", "memory", "pid", "size_bytes")
+    __slots__ = ("address", "memory", "pid", "region", "size_bytes")
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, region: tuple[int, int] | None = None) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
         self.size_bytes = memory.numel()
+        self.region = region or (self.address, self.size_bytes)
         self.pid = os.getpid()
 
 
@@ -93,7 +121,7 @@ class StagingRing:
         if self._free:
             buffer = self._free.pop()
         elif self._allocated < self.buffers_max:
-            buffer = StagingBuffer(_allocate(self._buffer_bytes))
+            buffer = StagingBuffer(allocate_host(self._buffer_bytes))
             self._allocated += 1
         else:
             return None
@@ -126,7 +154,8 @@ def _spare_all(buffers: list[StagingBuffer]) -> None:
             _spare.setdefault((buffer.pid, buffer.size_bytes), []).append(buffer.memory)
 
 
-def _allocate(size_bytes: int) -> torch.Tensor:
+def allocate_host(size_bytes: int) -> torch.Tensor:
+    """Return page-aligned memory of this process, uint8, shape [size_bytes]; whole pages."""
     with _spare_lock:
         spare = _spare.get((os.getpid(), size_bytes))
         if spare:

@@ -1,0 +1,200 @@
+"""What a ``Pusher`` with pools on GPUs has besides: copies, streams, staging rings, and what goes where.
+
+Source: design, section 8.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+
+from snapd.core.slab import Extent
+from snapd.cudamapping import MappedCudaArena
+from snapd.errors import ConfigError, InvalidRequest, TransportError
+from snapd.kv.devicecopy import CopyJobs, choose_copy
+from snapd.kv.devicestaged import DeviceGather, make_gather
+from snapd.kv.devicestaging import DeviceRing, check_ring
+from snapd.kv.devicewarm import warm_up
+from snapd.kv.peerwriter import PeerWriter
+from snapd.kv.pool import KVPool
+from snapd.kv.slabs import Slabs
+from snapd.kv.writers import WriterFor, arena_offer, check_gpu_protocol
+from snapd.transport.base import ArenaWriter
+from snapd.wire import HelloRep, RankGrant
+
+_HOST: Final = "cpu"
+
+
+class GpuSide:
+    """The GPUs of one pusher.
+
+    Args:
+        pools: by rank.
+        ring_bytes: staging memory a GPU, at most.
+        piece_bytes: the longest piece.
+
+    Attributes:
+        is_used: the pools are on GPUs.
+        is_near: every rank's arena is mapped, and on its pool's GPU; as of the last ``check``.
+
+    Raises:
+        InvalidRequest: some pools are on GPUs and some are not, or the ring has no room for two pieces.
+    """
+
+    def __init__(self, pools: Mapping[int, KVPool], ring_bytes: int, piece_bytes: int) -> None:
+        self._pools = dict(pools)
+        # The first of them compiles and tries a small copy; here, and not in a step.
+        self._jobs = {rank: choose_copy(pool.device) for rank, pool in self._pools.items()}
+        self.is_used = any(jobs.is_async for jobs in self._jobs.values())
+        self.is_near = False
+        self._ring_bytes = ring_bytes
+        self._piece_bytes = piece_bytes
+        self._rings: dict[torch.device, DeviceRing] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        if not self.is_used:
+            return
+        if not all(jobs.is_async for jobs in self._jobs.values()):
+            where = ", ".join(sorted({str(pool.device) for pool in self._pools.values()}))
+            raise InvalidRequest(f"the pools are on {where}: make one Pusher for each kind of memory")
+        check_ring(ring_bytes, piece_bytes)
+        for rank, pool in self._pools.items():
+            warm_up(pool, self._jobs[rank])
+
+    @property
+    def jobs(self) -> dict[int, CopyJobs]:
+        """The copies of each rank's device."""
+        return self._jobs
+
+    @property
+    def devices(self) -> dict[int, torch.device]:
+        """Where each rank's pool is."""
+        return {rank: pool.device for rank, pool in self._pools.items()}
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging memory that is held, on all GPUs."""
+        return sum(ring.allocated_bytes for ring in self._rings.values())
+
+    def stream_for(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream that gathers of a GPU run on; None: a device without streams."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def ring_for(self, rank: int) -> DeviceRing:
+        """Return the ring of a rank's GPU."""
+        device = self._pools[rank].device
+        if device not in self._rings:
+            self._rings[device] = DeviceRing(device, self._ring_bytes, self._piece_bytes)
+        return self._rings[device]
+
+    def events(self, after: Sequence[torch.cuda.Event] | None) -> tuple[torch.cuda.Event, ...]:
+        """Return what a push waits for: *after*, or all that the current streams were given until now.
+
+        Raises:
+            InvalidRequest: there are events, and the pools are on the host.
+        """
+        if not self.is_used:
+            if after:
+                raise InvalidRequest("the pools are on the host, where there is no event to wait for")
+            return ()
+        if after is not None:
+            return tuple(after)
+        devices = {pool.device for pool in self._pools.values() if pool.device.type == "cuda"}
+        return tuple(torch.cuda.current_stream(device).record_event() for device in devices)
+
+    # --- what goes where -----------------------------------------------------------------------
+
+    def check(
+        self, hello: HelloRep, slabs: Slabs | None, *, is_staged: bool, is_protocol_known: bool
+    ) -> None:
+        """See where the arenas are, and have staging memory if it is needed.
+
+        Args:
+            hello: what the daemon said of itself.
+            slabs: the mapped arenas; None: there is no connection to map over.
+            is_staged: the transport does not map arenas.
+            is_protocol_known: whether its protocol is the daemon's; else somebody else made the writers.
+
+        Raises:
+            ConfigError: bytes cannot go from these pools to these arenas; says what to set.
+            TransportError: there is too little memory, or an arena cannot be mapped.
+            ConnectionProblem, RequestError: the daemon cannot be asked, or refused.
+        """
+        offers = {arena.rank: arena for arena in hello.arenas}
+        # A rank that is not offered is for the daemon to refuse.
+        ranks = [rank for rank in self._pools if rank in offers]
+        protocol = hello.mooncake.protocol if is_protocol_known and hello.mooncake else ""
+        for rank in ranks:
+            _check_place(rank, self._pools[rank].device, offers[rank].device, protocol)
+        if not self.is_used:
+            return
+        self.is_near = False
+        if not is_staged:
+            assert slabs is not None
+            arenas = {rank: slabs.arena(rank, hello.epoch) for rank in ranks}
+            self.is_near = all(
+                isinstance(arena, MappedCudaArena) and torch.device(arena.device) == self._pools[rank].device
+                for rank, arena in arenas.items()
+            )
+        elif protocol:
+            check_gpu_protocol(protocol)
+        if not self.is_near:
+            for rank in ranks:
+                self.ring_for(rank).allocate()
+
+    def writers(self, other: WriterFor, slabs: Slabs | None) -> WriterFor:
+        """Return what makes writers: for arenas that are mapped from another GPU, or else *other*."""
+
+        def make(hello: HelloRep, rank: int, epoch: str) -> ArenaWriter:
+            if hello.transport != "shm" or slabs is None:
+                return other(hello, rank, epoch)
+            arena = slabs.arena(rank, epoch)
+            if not isinstance(arena, MappedCudaArena):
+                raise TransportError(f"arena {rank} is not on a GPU")
+            return PeerWriter(arena, arena_offer(hello, rank).base_ptr, self._pools[rank].device)
+
+        return make
+
+    def gather(
+        self,
+        grant: RankGrant,
+        slots: torch.Tensor,
+        offsets_bytes: Sequence[int],
+        extents: Sequence[Extent],
+        after: Sequence[torch.cuda.Event],
+    ) -> DeviceGather:
+        """Return the gather of a rank's shard, in pieces; errors as of ``DeviceGather``."""
+        pool = self._pools[grant.rank]
+        return make_gather(
+            self._jobs[grant.rank], self.ring_for(grant.rank).buffers, pool, slots, offsets_bytes, extents,
+            self._piece_bytes, stream=self.stream_for(pool.device), after=after,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of staging memory that nobody reads or writes."""
+        for ring in self._rings.values():
+            ring.trim()
+
+
+def _check_place(rank: int, pool_device: torch.device, arena_device: str, protocol: str) -> None:
+    """Check that bytes can go from a pool to an arena.
+
+    Raises:
+        ConfigError: they cannot; says what to set.
+    """
+    what = f"the kv_pool of rank {rank} is on {pool_device}, and its arena on {arena_device}"
+    if pool_device.type == _HOST and arena_device != _HOST:
+        raise ConfigError(
+            f'{what}: set device = "{_HOST}" for arena {rank} in the daemon\'s configuration, or give Pusher '
+            "a pool on a GPU"
+        )
+    if pool_device.type != _HOST and arena_device == _HOST:
+        raise ConfigError(
+            f'{what}: set device = "cuda:N" for arena {rank} in the daemon\'s configuration, and transport = '
+            '"shm", or "mooncake" with protocol = "nvlink_intra", for a D on the same host'
+        )
+    if pool_device.type == _HOST and protocol == "nvlink_intra":
+        raise ConfigError(f'{what}: protocol = "nvlink_intra" is for GPUs; set "tcp" or "rdma"')

@@ -1,0 +1,296 @@
+"""P's copy out of an arena on a GPU, with what P holds already: launched in bounded steps, and summed.
+
+Planes on the pool's GPU are scattered where they lie, in one pass. They are copied to private memory of that
+GPU first, some planes at a time, when they are on another GPU of the host, which no kernel of this one has to
+be able to reach; or when what P holds ends inside a checksum word, so that what is summed is what is used.
+
+Source: design, section 8.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import torch
+
+from snapd.errors import InvalidRequest
+from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
+from snapd.kv.devicejob import DeviceJob
+from snapd.kv.pool import KVPool
+from snapd.units import MIB, align_down, align_up
+
+# Bounds the private memory, unless one plane is larger; large enough that a copy's start is cheap beside it.
+PRIVATE_BYTES: Final = 256 * MIB
+# Bounds what is summed at once by torch's operations, which copy it.
+SUMMED_BYTES: Final = 64 * MIB
+
+_MOD: Final = 1 << 64
+_PLANE_ALIGNMENT_BYTES: Final = 256
+# Words are summed as [rows, ROW_WORDS], see ``checksum``.
+_ROW_WORDS: Final = 256
+_ROW_BYTES: Final = _ROW_WORDS * WORD_BYTES
+# A range that starts at a multiple of 8 tokens starts at a whole word, whatever the width.
+_GRANULE_TOKENS: Final = WORD_BYTES
+
+
+def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
+    """Return both sums of each part, on the device, int64 of shape [num_parts, 2].
+
+    Args:
+        parts: uint8, shape [size_bytes] each, of equal size, on one device. They are copied first.
+        first_word: of its plane, where each part starts.
+    """
+    size_bytes = parts[0].numel()
+    private = torch.stack(tuple(parts))
+    if size_bytes % _ROW_BYTES:
+        private = torch.nn.functional.pad(private, (0, align_up(size_bytes, _ROW_BYTES) - size_bytes))
+    words = private.view(torch.int64).view(len(parts), -1, _ROW_WORDS)
+    row_sums, column_sums = words.sum(2), words.sum(1)  # int64 wraps: arithmetic mod 2^64
+    rows = words.shape[1]
+    positions = torch.arange(max(rows, _ROW_WORDS) + 1, dtype=torch.int64, device=words.device)
+    sum0 = row_sums.sum(1)
+    of_rows = (row_sums * positions[:rows]).sum(1) * _ROW_WORDS
+    of_columns = (column_sums * positions[1 : _ROW_WORDS + 1]).sum(1)
+    return torch.stack((sum0, of_rows + of_columns + sum0 * first_word), 1)
+
+
+class DeviceScatter:
+    """Scatters the tokens of a shard that are missing, and sums all of them, beside other work of the GPU.
+
+    Tokens before *skip_tokens* are in the pool already: they are summed and not moved. Everything runs on
+    *stream*; nothing here waits for it.
+
+    Attributes:
+        is_launched: all work is queued, so nothing more of the arena will be asked for.
+    """
+
+    def __init__(
+        self,
+        make_job: Callable[..., DeviceJob],
+        pool: KVPool,
+        planes: Sequence[torch.Tensor],
+        slots: torch.Tensor | None,
+        skip_tokens: int,
+        num_tokens: int,
+        *,
+        verify: bool,
+        stream_of: Callable[[torch.device], torch.cuda.Stream | None],
+        after: Sequence[torch.cuda.Event] | None,
+    ) -> None:
+        """Check what can be checked, before anything is launched.
+
+        Args:
+            make_job: an asynchronous scatter of ``devicecopy``.
+            pool: P's.
+            planes: of the slab, uint8, shape [num_tokens * stride_bytes]; on the pool's device, or all on
+                another of its kind.
+            slots: for the tokens from *skip_tokens* on, as ``DeviceJob`` wants them; None: there are none.
+            skip_tokens: how many P holds.
+            num_tokens: how many the slab holds.
+            verify: whether to sum.
+            stream_of: the stream to use on a device; None: it has none.
+            after: events that the move waits for; None: all that the current stream was given until now.
+
+        Raises:
+            InvalidRequest: something does not fit.
+        """
+        self._make_job = make_job
+        self._pool = pool
+        self._sources = tuple(planes)
+        self._slots = slots
+        self._skip_tokens = skip_tokens
+        self._num_tokens = num_tokens
+        self._verify = verify
+        self._stream = stream_of(pool.device)
+        is_elsewhere = self._sources[0].device != pool.device
+        self._source_stream = stream_of(self._sources[0].device) if is_elsewhere else None
+        self._widths = [plane.numel() // num_tokens for plane in self._sources]
+        # The cut is inside a word: the head cannot be summed without the tail.
+        self._is_whole = verify and any(width * skip_tokens % WORD_BYTES for width in self._widths)
+        self._is_private = is_elsewhere or self._is_whole
+        self._groups = self._plan_groups()
+        self._jobs: list[tuple[DeviceJob, Sequence[int]]] = []
+        self._summed: list[tuple[torch.Tensor, Sequence[int]]] = []
+        self._mark: torch.cuda.Event | None = None
+        self.is_launched = False
+        self._buffer: torch.Tensor | None = None
+        if self._is_private:
+            size_bytes = max(self._offsets_bytes(group)[-1] for group in self._groups)
+            with self._on_stream():
+                self._buffer = torch.empty(size_bytes, dtype=torch.uint8, device=pool.device)
+        # Not on the own stream: without events it waits for what is current.
+        self._first_job = self._new_job(self._groups[0], self._places(self._groups[0]), self._after(after))
+        self._work = self._launching()
+
+    def _after(self, after: Sequence[torch.cuda.Event] | None) -> Sequence[torch.cuda.Event] | None:
+        if after is None or self._slots is None or not self._slots.is_cuda:
+            return after
+        # The owner may have made the slots on the current stream, a moment ago.
+        return (*after, torch.cuda.current_stream(self._slots.device).record_event())
+
+    def _plan_groups(self) -> list[list[int]]:
+        """Return the planes that are moved at once, by index."""
+        if not self._is_private:
+            return [list(range(len(self._sources)))]
+        groups: list[list[int]] = [[]]
+        for index in range(len(self._sources)):
+            if groups[-1] and self._offsets_bytes([*groups[-1], index])[-1] > PRIVATE_BYTES:
+                groups.append([])
+            groups[-1].append(index)
+        return groups
+
+    def _offsets_bytes(self, group: Sequence[int]) -> list[int]:
+        """Return where each plane of a group starts in the private memory, and at last where they end."""
+        sizes = (align_up(self._sources[index].numel(), _PLANE_ALIGNMENT_BYTES) for index in group)
+        return list(itertools.accumulate(sizes, initial=0))
+
+    def _places(self, group: Sequence[int]) -> list[torch.Tensor]:
+        """Return the planes of a group where they are summed and scattered from."""
+        if self._buffer is None:
+            return [self._sources[index] for index in group]
+        starts = self._offsets_bytes(group)
+        return [
+            self._buffer[start : start + self._sources[index].numel()]
+            for start, index in zip(starts, group, strict=False)
+        ]
+
+    def _new_job(
+        self,
+        group: Sequence[int],
+        places: Sequence[torch.Tensor],
+        after: Sequence[torch.cuda.Event] | None,
+    ) -> DeviceJob | None:
+        if self._slots is None:
+            return None
+        pool = self._pool
+        if len(group) < len(pool.planes):
+            pool = KVPool.mla([pool.planes[index].rows for index in group], pool.page_size_tokens)
+        tails = [
+            place[self._skip_tokens * self._widths[index] :]
+            for place, index in zip(places, group, strict=True)
+        ]
+        has_sums = self._verify and not self._is_whole
+        job = self._make_job(pool, self._slots, tails, checksum=has_sums, stream=self._stream, after=after)
+        self._jobs.append((job, group))
+        return job
+
+    # --- how far it is -------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing that was launched is still to run, however it went: slots and memory may be given back."""
+        if self._stream is not None:
+            return self._mark is None or bool(self._mark.query())  # type: ignore[no-untyped-call]
+        return not any(job.is_launched and not job.done for job, _ in self._jobs)
+
+    @property
+    def is_done(self) -> bool:
+        """Everything was moved, and the sums are here."""
+        return self.is_launched and self.is_idle and all(job.done for job, _ in self._jobs)
+
+    @property
+    def finished(self) -> torch.cuda.Event | None:
+        """The event after the last byte and sum, once all work is queued; None before."""
+        return self._mark if self.is_launched else None
+
+    def step(self, max_bytes: int) -> bool:
+        """Launch about *max_bytes*, or look how far it is, without waiting; return whether it is done.
+
+        Raises:
+            InvalidRequest: slots that were on the device are not the pool's own.
+        """
+        if not self.is_launched:
+            self._launch(max_bytes)
+        return self.is_done
+
+    def _launch(self, max_bytes: int) -> None:
+        launched_bytes = 0
+        # Tensors of an engine may have been made in inference mode.
+        with self._on_stream(), torch.inference_mode():
+            try:
+                for size_bytes in self._work:
+                    launched_bytes += size_bytes or 0
+                    if size_bytes is None or launched_bytes >= max_bytes:
+                        return
+                self.is_launched = True
+            finally:
+                if self._stream is not None:
+                    self._mark = self._stream.record_event()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            # torch copies between devices on the current stream of the one that is read.
+            for stream in (self._source_stream, self._stream):
+                if stream is not None:
+                    stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    # --- what is launched ----------------------------------------------------------------------
+
+    def _launching(self) -> Iterator[int | None]:
+        """Launch everything, and yield the bytes of each part; None: the device has to come first."""
+        for number, group in enumerate(self._groups):
+            places = self._places(group)
+            # The stream keeps the order: the private memory is read before it is written again.
+            job = self._new_job(group, places, ()) if number else self._first_job
+            if self._buffer is not None:
+                for place, index in zip(places, group, strict=True):
+                    place.copy_(self._sources[index], non_blocking=True)
+                    yield place.numel()
+            yield from self._sum_heads(group, places)
+            if job is not None:
+                job.step(job.bytes_total)
+                while not job.is_launched:
+                    yield None
+                    job.step(job.bytes_total)
+                yield job.bytes_total
+        self._summed = [(self._to_host(sums), group) for sums, group in self._summed]
+
+    def _sum_heads(self, group: Sequence[int], places: Sequence[torch.Tensor]) -> Iterator[int]:
+        """Sum what no job sums: the tokens that P holds, or all."""
+        num_tokens = self._num_tokens if self._is_whole else self._skip_tokens
+        if not self._verify or not num_tokens:
+            return
+        by_width: dict[int, list[int]] = {}
+        for at, index in enumerate(group):
+            by_width.setdefault(self._widths[index], []).append(at)
+        for width, members in by_width.items():
+            token_bytes = width * len(members)
+            step_tokens = max(_GRANULE_TOKENS, align_down(SUMMED_BYTES // token_bytes, _GRANULE_TOKENS))
+            total: torch.Tensor | None = None
+            for start in range(0, num_tokens, step_tokens):
+                stop = min(start + step_tokens, num_tokens)
+                parts = [places[at][start * width : stop * width] for at in members]
+                sums = sum_parts(parts, start * width // WORD_BYTES)
+                total = sums if total is None else total + sums
+                yield (stop - start) * token_bytes
+            assert total is not None
+            self._summed.append((total, [group[at] for at in members]))
+
+    def _to_host(self, sums: torch.Tensor) -> torch.Tensor:
+        if self._stream is None:
+            return sums
+        return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+
+    def checksums(self) -> tuple[PlaneChecksum, ...]:
+        """Return the checksum of every plane, shape [num_planes].
+
+        Raises:
+            InvalidRequest: it is not done.
+        """
+        if not self.is_done:
+            raise InvalidRequest("the copy is not done: step it until it is")
+        totals = [(0, 0)] * len(self._widths)
+        for summed, group in self._summed:
+            for index, (sum0, sum1) in zip(group, summed.tolist(), strict=True):
+                totals[index] = (sum0, sum1)
+        for job, group in self._jobs:
+            # There are none where all was summed here.
+            for index, (tail0, tail1) in zip(group, job.checksums, strict=False):
+                head0, head1 = totals[index]
+                # The tail's positions start at 1; this moves them behind the head's.
+                skipped_words = self._widths[index] * self._skip_tokens // WORD_BYTES
+                totals[index] = (head0 + tail0, head1 + tail1 + skipped_words * tail0)
+        return tuple((sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in totals)

@@ -1,0 +1,425 @@
+"""A shard in pieces of memory on a GPU: gathers that are launched, and looked at until they are over.
+
+The pieces are those of ``staged``. Several may be under way, each into a buffer of its own, and they end in
+the order in which they were begun, as all run on one stream. Sums are those of the whole planes: a part adds
+to them where it lies in its plane.
+
+Source: design, sections 7 and 8.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from snapd.core.slab import Extent
+from snapd.errors import InvalidRequest
+from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
+from snapd.kv.devicecopy import CopyJobs, SlotCopy
+from snapd.kv.pool import KVPool, widest_word_bytes
+from snapd.kv.staged import PiecePlan, Section, StagedPiece, plan_gather
+from snapd.kv.staging import StagingBuffer
+
+_MOD: Final = 1 << 64
+_UNIT_BYTES_MAX: Final = 8
+# More holes than these are filled with zeros by one launch, over what lies between them too.
+_HOLES_MAX: Final = 2
+
+
+def has_passed(event: torch.cuda.Event | None) -> bool:
+    """Return whether the device has come to *event*; without a device, it has."""
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class PieceGathering:
+    """The gather of one piece, launched.
+
+    Attributes:
+        staged: what its buffer holds when it is over.
+        payload_bytes: of it, without padding.
+    """
+
+    def __init__(self, staged: StagedPiece, payload_bytes: int) -> None:
+        self.staged = staged
+        self.payload_bytes = payload_bytes
+        self._jobs: list[SlotCopy] = []
+        self._event: torch.cuda.Event | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every byte is in the buffer. Never waits."""
+        return has_passed(self._event) and all(job.done for job in self._jobs)
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        if self._event is not None:
+            self._event.synchronize()
+        for job in self._jobs:
+            while not job.done:
+                job.wait()  # type: ignore[attr-defined]
+
+
+class DeviceGather(abc.ABC):
+    """Gathers a shard out of a pool on a device, piece by piece. Pool and slots must stay as they are.
+
+    Args:
+        pool: where from.
+        slots: int64 on the CPU, shape [num_tokens], checked, and nobody else's.
+        plane_offsets_bytes: where each plane starts in the arena.
+        extents: of the slab.
+        piece_bytes: the longest piece.
+        stream: what everything runs on; None: there are none on this device.
+        after: events that the first gather waits for.
+
+    Raises:
+        InvalidRequest: something does not fit; nothing was launched.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        slots: torch.Tensor,
+        plane_offsets_bytes: Sequence[int],
+        extents: Sequence[Extent],
+        piece_bytes: int,
+        *,
+        stream: torch.cuda.Stream | None,
+        after: Sequence[torch.cuda.Event],
+    ) -> None:
+        sizes, self._plans = plan_gather(pool, slots.numel(), plane_offsets_bytes, extents, piece_bytes)
+        self.plane_sizes_bytes = tuple(sizes)
+        self.num_pieces = len(self._plans)
+        self.piece_bytes_max = max(plan.size_bytes for plan in self._plans)
+        self.bytes_total = sum(sizes)
+        self.bytes_done = 0
+        self._pool = pool
+        self._slots = slots
+        self._stream = stream
+        self._after = tuple(after)
+        self._next_piece = 0
+        self._under_way: list[PieceGathering] = []
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are pieces that were not begun."""
+        return self._next_piece < len(self._plans)
+
+    @property
+    def done(self) -> bool:
+        """Whether every piece was collected and the sums are on the host. Never waits."""
+        return not self.has_more and not self._under_way and self._has_sums()
+
+    @property
+    def checksums(self) -> tuple[PlaneChecksum, ...]:
+        """The checksum of each plane, shape [num_planes].
+
+        Raises:
+            InvalidRequest: the gather is not done.
+        """
+        if not self.done:
+            raise InvalidRequest(f"{self.bytes_total - self.bytes_done} bytes are still to be moved")
+        return tuple((sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in self._sums())
+
+    def begin(self, buffer: StagingBuffer) -> PieceGathering:
+        """Launch the gather of the next piece into *buffer*. Never waits for the device.
+
+        Raises:
+            InvalidRequest: there is no such piece, or the buffer does not fit; nothing was launched.
+            Exception: whatever a launch raises; nothing writes to the buffer any more then.
+        """
+        if not self.has_more:
+            raise InvalidRequest("every piece was begun")
+        if buffer.size_bytes < self.piece_bytes_max:
+            raise InvalidRequest(
+                f"a buffer of {buffer.size_bytes} bytes for pieces of {self.piece_bytes_max}"
+            )
+        plan = self._plans[self._next_piece]
+        payload_bytes = sum(section.stop - section.start for section in plan.sections)
+        gathering = PieceGathering(StagedPiece(plan.offset_bytes, plan.size_bytes), payload_bytes)
+        try:
+            with self._on_stream():
+                _fill_holes(plan, buffer.memory)
+                self._launch(plan, buffer, gathering)
+                if self._stream is not None:
+                    gathering._event = self._stream.record_event()
+        except BaseException:
+            if self._stream is not None:
+                self._stream.synchronize()
+            raise
+        self._next_piece += 1
+        self._under_way.append(gathering)
+        return gathering
+
+    def collect(self, gathering: PieceGathering) -> StagedPiece:
+        """Take note that a piece is over; return it."""
+        self._under_way.remove(gathering)
+        self._collected(gathering)
+        self.bytes_done += gathering.payload_bytes
+        return gathering.staged
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @abc.abstractmethod
+    def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
+        """Queue the moves of a piece."""
+
+    @abc.abstractmethod
+    def _collected(self, gathering: PieceGathering) -> None:
+        """Take the sums of a piece that is over, if it has any of its own."""
+
+    @abc.abstractmethod
+    def _has_sums(self) -> bool:
+        """Whether the sums of all that was launched are on the host."""
+
+    @abc.abstractmethod
+    def _sums(self) -> Sequence[PlaneChecksum]:
+        """Return both sums of each plane, maybe negative."""
+
+
+def _fill_holes(plan: PiecePlan, buffer: torch.Tensor) -> None:
+    """Fill what is between the planes: what the buffer held before is nobody's business."""
+    holes = []
+    end = 0
+    for section in plan.sections:
+        if end < section.at:
+            holes.append((end, section.at))
+        end = section.at + section.stop - section.start
+    if len(holes) > _HOLES_MAX:
+        holes = [(holes[0][0], holes[-1][1])]
+    for start, stop in holes:
+        buffer[start:stop].zero_()
+
+
+def _runs(pool: KVPool, sections: Sequence[Section]) -> Iterator[tuple[int, int, list[Section]]]:
+    """Yield neighbouring sections of equal tokens: first token, one past the last, sections."""
+
+    def tokens(section: Section) -> tuple[int, int]:
+        stride_bytes = pool.planes[section.plane_index].stride_bytes
+        return section.start // stride_bytes, section.stop // stride_bytes
+
+    for (start, stop), run in itertools.groupby(sections, tokens):
+        yield start, stop, list(run)
+
+
+class JobGather(DeviceGather):
+    """Gathers with jobs of ``devicecopy``, one for each run of planes of a piece.
+
+    Args:
+        jobs: of the pool's device.
+        others: see ``DeviceGather``.
+    """
+
+    def __init__(self, jobs: CopyJobs, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._make_job = jobs.gather
+        self._totals = [[0, 0] for _ in self._pool.planes]
+        self._parts: dict[PieceGathering, list[tuple[int, list[Section]]]] = {}
+
+    def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
+        parts: list[tuple[int, list[Section]]] = []
+        for start, stop, sections in _runs(self._pool, plan.sections):
+            # Bytes, one slot at a time: a part may begin in the middle of a page.
+            pool = KVPool.mla([self._pool.planes[section.plane_index].rows for section in sections])
+            planes = [
+                buffer.memory[section.at : section.at + section.stop - section.start] for section in sections
+            ]
+            options: dict[str, Any] = {}
+            if self._stream is not None:
+                options = {"stream": self._stream, "after": self._after}
+            job = self._make_job(pool, self._slots[start:stop], planes, **options)
+            gathering._jobs.append(job)
+            job.step(job.bytes_total)
+            parts.append((start, sections))
+        self._parts[gathering] = parts
+
+    def _collected(self, gathering: PieceGathering) -> None:
+        for job, (_, sections) in zip(gathering._jobs, self._parts.pop(gathering), strict=True):
+            for section, (sum0, sum1) in zip(sections, job.checksums, strict=True):
+                total = self._totals[section.plane_index]
+                total[0] += sum0
+                # The job's positions start at 1; this moves them to where the part lies in its plane.
+                total[1] += sum1 + section.start // WORD_BYTES * sum0
+
+    def _has_sums(self) -> bool:
+        return True
+
+    def _sums(self) -> Sequence[PlaneChecksum]:
+        return [(sum0, sum1) for sum0, sum1 in self._totals]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One launch: rows of the table, the most tokens of one of them, and what the kernel is compiled for."""
+
+    row_start: int
+    row_stop: int
+    span_tokens: int
+    how: Any
+
+
+class TritonGather(DeviceGather):
+    """Gathers with Triton's kernel, in one launch a piece, from tables that are made once a shard.
+
+    It takes as many as there are units, which is one unless widths are mixed oddly.
+
+    A row of a table says where its plane would begin if all of it lay in the buffer. So the kernel's tokens
+    are those of the shard, and it adds to the sums of the whole plane.
+
+    Args:
+        buffers: that pieces may be gathered into.
+        others: see ``DeviceGather``.
+    """
+
+    def __init__(self, buffers: Sequence[StagingBuffer], *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        from snapd.kv import gpukernels
+
+        self._kernels = gpukernels
+        self._buffers = {buffer.address: index for index, buffer in enumerate(buffers)}
+        self._rows: list[list[int]] = []
+        self._launches = self._plan_launches()
+        self._is_prepared = False
+        self._kept: list[torch.Tensor] = []
+        self._tables: torch.Tensor = torch.empty(0)
+        self._device_slots: torch.Tensor = torch.empty(0)
+        self._device_sums: torch.Tensor = torch.empty(0)
+        self._host_sums: torch.Tensor | None = None
+        self._sums_arrived: torch.cuda.Event | None = None
+
+    def _plan_launches(self) -> list[list[_Launch]]:
+        """Return the launches of each piece, and make the rows of one buffer's table."""
+        words = {
+            (index, plan_index): self._word_bytes(section)
+            for plan_index, plan in enumerate(self._plans)
+            for index, section in enumerate(plan.sections)
+        }
+        widths: dict[int, dict[int, int]] = {}
+        for (index, plan_index), word_bytes in words.items():
+            plane_index = self._plans[plan_index].sections[index].plane_index
+            unit_bytes = min(word_bytes, _UNIT_BYTES_MAX)
+            width_units = self._pool.planes[plane_index].stride_bytes // unit_bytes
+            widths.setdefault(word_bytes, {})[plane_index] = width_units
+        # As for the whole pool, so that what was compiled for it serves every part.
+        how = {
+            word_bytes: self._kernels.plan_launch(
+                min(word_bytes, _UNIT_BYTES_MAX),
+                [units[index] for index in sorted(units)],
+                is_wide=word_bytes > _UNIT_BYTES_MAX,
+            )
+            for word_bytes, units in widths.items()
+        }
+        launches: list[list[_Launch]] = []
+        for plan_index, plan in enumerate(self._plans):
+            of_piece: list[_Launch] = []
+            by_word: dict[int, list[Section]] = {}
+            for index, section in enumerate(plan.sections):
+                by_word.setdefault(words[index, plan_index], []).append(section)
+            for word_bytes, alike in by_word.items():
+                first = len(self._rows)
+                self._rows += [self._row(section, min(word_bytes, _UNIT_BYTES_MAX)) for section in alike]
+                span_tokens = max(stop - start for start, stop in map(self._tokens, alike))
+                of_piece.append(_Launch(first, len(self._rows), span_tokens, how[word_bytes]))
+            launches.append(of_piece)
+        return launches
+
+    def _word_bytes(self, section: Section) -> int:
+        place = self._pool.planes[section.plane_index]
+        # Buffers are aligned to more than any word.
+        multiples = (place.stride_bytes, place.pitch_bytes, place.rows.data_ptr())
+        return widest_word_bytes(*multiples, section.at - section.start)
+
+    def _row(self, section: Section, unit_bytes: int) -> list[int]:
+        place = self._pool.planes[section.plane_index]
+        return self._kernels.table_row(
+            place.rows.data_ptr(),
+            section.at - section.start,
+            place.pitch_bytes // unit_bytes,
+            place.stride_bytes // unit_bytes,
+            section.plane_index,
+            *self._tokens(section),
+        )
+
+    def _tokens(self, section: Section) -> tuple[int, int]:
+        """Return the first token and one past the last."""
+        stride_bytes = self._pool.planes[section.plane_index].stride_bytes
+        return section.start // stride_bytes, section.stop // stride_bytes
+
+    def _prepare(self) -> None:
+        """Bring slots and tables to the device; on the stream."""
+        if self._stream is not None:
+            for event in self._after:
+                self._stream.wait_event(event)
+            storages = {place.rows.untyped_storage().data_ptr(): place.rows for place in self._pool.planes}
+            for rows in storages.values():
+                rows.record_stream(self._stream)
+        table = torch.tensor(self._rows, dtype=torch.int64)
+        tables = table.repeat(len(self._buffers), 1, 1)
+        tables[:, :, 1] += torch.tensor(list(self._buffers), dtype=torch.int64)[:, None]
+        self._tables = self._to_device(tables)
+        self._device_slots = self._to_device(self._slots.to(torch.int32))
+        num_planes = len(self._pool.planes)
+        self._device_sums = torch.zeros((num_planes, 2), dtype=torch.int64, device=self._pool.device)
+        self._is_prepared = True
+
+    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+        if self._stream is None:
+            return host
+        pinned = host.pin_memory()
+        self._kept.append(pinned)
+        return pinned.to(self._pool.device, non_blocking=True)
+
+    def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
+        del plan, gathering
+        if not self._is_prepared:
+            self._prepare()
+        table = self._tables[self._buffers[buffer.address]]
+        for launch in self._launches[self._next_piece]:
+            self._kernels.launch(
+                table[launch.row_start : launch.row_stop],
+                self._device_slots,
+                self._device_sums,
+                0,
+                self._slots.numel(),
+                launch.how,
+                is_scatter=False,
+                span_tokens=launch.span_tokens,
+            )
+        if self._next_piece == len(self._plans) - 1:
+            self._bring_sums()
+
+    def _bring_sums(self) -> None:
+        if self._stream is None:
+            self._host_sums = self._device_sums
+            return
+        host = torch.empty(self._device_sums.shape, dtype=torch.int64, pin_memory=True)
+        self._host_sums = host.copy_(self._device_sums, non_blocking=True)
+        self._sums_arrived = self._stream.record_event()
+
+    def _collected(self, gathering: PieceGathering) -> None:
+        """The sums are those of all pieces."""
+
+    def _has_sums(self) -> bool:
+        return self._host_sums is not None and has_passed(self._sums_arrived)
+
+    def _sums(self) -> Sequence[PlaneChecksum]:
+        assert self._host_sums is not None
+        return [(sum0, sum1) for sum0, sum1 in self._host_sums.tolist()]
+
+
+def make_gather(
+    jobs: CopyJobs, buffers: Sequence[StagingBuffer], *arguments: Any, **others: Any
+) -> DeviceGather:
+    """Return the gather that suits *jobs*; arguments and errors as of ``DeviceGather``."""
+    if jobs.name == "triton":
+        return TritonGather(buffers, *arguments, **others)
+    return JobGather(jobs, *arguments, **others)

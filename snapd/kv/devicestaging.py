@@ -1,0 +1,189 @@
+"""The staging ring on a GPU: one allocation of the driver's own, out of which a transport writes.
+
+It is not torch's: a CUDA IPC handle opens a whole allocation, of which torch's allocator may have lent the
+rest to others, and with expandable segments there is none to open.
+
+Source: design, sections 7 and 8.
+"""
+
+import os
+import weakref
+from typing import Any, Final
+
+import structlog
+import torch
+
+from snapd import cuda
+from snapd.cuda import CudaError
+from snapd.errors import InvalidRequest, InvariantBroken, TransportError
+from snapd.kv.staging import PAGE_BYTES, StagingBuffer, allocate_host
+from snapd.units import align_up, format_bytes
+
+# One is gathered into while another is written.
+BUFFERS_MIN: Final = 2
+_log: Final = structlog.get_logger("snapd.kv")
+# What is lent may be read by a transport, whoever has forgotten the ring meanwhile.
+_lent: Final[dict[tuple[int, int], StagingBuffer]] = {}
+
+
+class _GpuMemory:
+    """Memory of a GPU for ``torch.as_tensor``; freed after the last tensor of it."""
+
+    def __init__(self, context: cuda.Context, size_bytes: int) -> None:
+        address = context.allocate(size_bytes)
+        finalizer = weakref.finalize(self, _free, context, address, os.getpid())
+        finalizer.atexit = False  # At exit a thread may still use it; the driver takes it back then.
+        self.__cuda_array_interface__: Final[dict[str, Any]] = {
+            "version": 3,
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "stream": None,
+        }
+
+
+def _free(context: cuda.Context, address: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # In a forked child CUDA cannot be used, and the memory is the parent's.
+    try:
+        context.free(address)
+        context.release()
+    except CudaError as error:
+        _log.warning("staging memory on a GPU was not given back", error=str(error))
+
+
+def allocate_gpu(device: torch.device, size_bytes: int) -> torch.Tensor:
+    """Return memory of *device* that is an allocation of its own, full of zeros; uint8, shape [size_bytes].
+
+    Waits for what the GPU was told before.
+
+    Raises:
+        TransportError: it cannot be had; says what to change.
+    """
+    try:
+        driver = cuda.driver()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        context = cuda.Context(driver, driver.gpus[index])
+        try:
+            memory = _allocate(context, size_bytes)
+        except CudaError:
+            context.release()
+            raise
+    except CudaError as error:
+        raise TransportError(
+            f"{format_bytes(size_bytes)} of staging memory on {device} cannot be had ({error}): lower "
+            "PushSettings.ring_bytes and gpu_piece_bytes, or leave the GPU more free memory"
+        ) from None
+    tensor = torch.as_tensor(memory, device=device)
+    if tensor.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+        raise InvariantBroken("torch copied the staging memory instead of sharing it")
+    return tensor
+
+
+def _allocate(context: cuda.Context, size_bytes: int) -> _GpuMemory:
+    try:
+        return _GpuMemory(context, size_bytes)
+    except CudaError as error:
+        if error.code != cuda.OUT_OF_MEMORY:
+            raise
+    # torch keeps what it does not use.
+    torch.cuda.empty_cache()
+    return _GpuMemory(context, size_bytes)
+
+
+class DeviceRing:
+    """Buffers of one allocation on a device, taken and given back. Not thread safe; see ``StagingRing``.
+
+    All of its memory is allocated by ``allocate``, and a transport is told of all of it at once.
+
+    Args:
+        device: where.
+        ring_bytes: all buffers together, at most.
+        piece_bytes: the longest piece; a buffer is that, rounded up to whole pages.
+
+    Raises:
+        InvalidRequest: there is no room for ``BUFFERS_MIN`` buffers.
+    """
+
+    def __init__(self, device: torch.device, ring_bytes: int, piece_bytes: int) -> None:
+        check_ring(ring_bytes, piece_bytes)
+        self.device = device
+        self._buffer_bytes = align_up(piece_bytes, PAGE_BYTES)
+        self.buffers_max = ring_bytes // self._buffer_bytes
+        self._buffers: tuple[StagingBuffer, ...] = ()
+        self._free: list[StagingBuffer] = []
+        self._pid = os.getpid()
+
+    @property
+    def buffers(self) -> tuple[StagingBuffer, ...]:
+        """All buffers, taken or not; none before ``allocate``."""
+        return self._buffers
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory that it holds."""
+        return len(self._buffers) * self._buffer_bytes
+
+    @property
+    def lent(self) -> int:
+        """Buffers that were taken and not given back."""
+        return len(self._buffers) - len(self._free)
+
+    def allocate(self) -> None:
+        """Have its memory. On a GPU this waits for what it was told before, the first time.
+
+        Raises:
+            TransportError: there is too little.
+            RuntimeError: this is a fork of the process that made the ring.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("a pusher's staging memory is not for forks: make a Pusher in each process")
+        if self._buffers:
+            return
+        size_bytes = self.buffers_max * self._buffer_bytes
+        on_host = self.device.type == "cpu"
+        memory = allocate_host(size_bytes) if on_host else allocate_gpu(self.device, size_bytes)
+        region = (memory.data_ptr(), size_bytes)
+        parts = torch.split(memory, self._buffer_bytes)
+        self._buffers = tuple(StagingBuffer(part, region) for part in parts)
+        self._free = list(reversed(self._buffers))
+
+    def take(self) -> StagingBuffer | None:
+        """Return a buffer, or None if all are lent; errors as ``allocate``."""
+        self.allocate()
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        _lent[buffer.pid, buffer.address] = buffer
+        return buffer
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """Take a buffer back: nobody reads from it or writes to it any more.
+
+        Raises:
+            InvalidRequest: it is not lent.
+        """
+        if buffer not in self._buffers or buffer in self._free:
+            raise InvalidRequest("a buffer that is not lent was given back")
+        del _lent[buffer.pid, buffer.address]
+        self._free.append(buffer)
+
+    def trim(self) -> None:
+        """Let go of the memory, unless something of it is lent; then it stays."""
+        if not self.lent:
+            self._buffers = ()
+            self._free = []
+
+
+def check_ring(ring_bytes: int, piece_bytes: int) -> None:
+    """Check that a ring on a GPU has room for ``BUFFERS_MIN`` pieces.
+
+    Raises:
+        InvalidRequest: it has not.
+    """
+    if piece_bytes < 1 or ring_bytes // align_up(max(piece_bytes, 1), PAGE_BYTES) < BUFFERS_MIN:
+        raise InvalidRequest(
+            f"a ring of {format_bytes(ring_bytes)} on a GPU has no room for {BUFFERS_MIN} pieces of "
+            f"{format_bytes(piece_bytes)}: raise ring_bytes or lower gpu_piece_bytes"
+        )

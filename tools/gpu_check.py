@@ -1,0 +1,138 @@
+"""Everything that needs a GPU, in one go: tests, doctor, Mooncake between two processes, benchmarks.
+
+Run it where torch, Triton, pytest and a CUDA build of Mooncake are installed; it needs no network and takes
+a few minutes. A step skips what it cannot run, and says why. Exit status 1: a step failed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import torch
+
+_ROOT: Final = Path(__file__).parents[1]
+_TAIL_LINES: Final = 40
+_SNAPD: Final = ("-m", "snapd.cli.main")
+# What is run, by name: arguments for Python. What prints JSON has it on its last line.
+STEPS: Final[dict[str, tuple[str, ...]]] = {
+    # Without the project's settings, which are for plugins that a GPU machine need not have.
+    "tests": (
+        "-m",
+        "pytest",
+        "-q",
+        "-ra",
+        "--durations=10",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        ".",
+        "tests/gpu",
+    ),
+    "doctor": (*_SNAPD, "doctor", "--device", "cuda:0", "--json"),
+    "mooncake": (
+        "tools/check_mooncake.py",
+        "--protocol",
+        "nvlink_intra",
+        "--bytes",
+        "1GiB",
+        "--rounds",
+        "3",
+        "--json",
+    ),
+    "copies and pushes": ("tools/bench_gpu.py", "--json"),
+}
+# What is shown of a benchmark's object.
+FIGURES: Final = (
+    "ingest_over_memcpy", "gather_over_memcpy", "push_over_raw", "move_over_raw", "forward_slowdown",
+    "daemon_gpu_bytes",
+)  # fmt: skip
+
+
+def run_step(name: str, timeout_s: float) -> dict[str, Any]:
+    """Run a step in a process of its own.
+
+    Returns:
+        ``ok``, ``seconds``, ``summary`` in one line, ``output`` (its last lines) if it failed, and ``result``
+        if it printed an object.
+    """
+    started_s = time.monotonic()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, *STEPS[name]],
+            cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+        code, stdout, stderr = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as error:
+        code, stdout, stderr = (
+            -1,
+            _text(error.stdout),
+            f"{_text(error.stderr)}\nended after {timeout_s:.0f} s",
+        )
+    step: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - started_s, 1)}
+    lines = [line for line in stdout.splitlines() if line.strip()]
+    with contextlib.suppress(ValueError, IndexError):
+        step["result"] = json.loads(lines[-1])
+    if name == "tests":
+        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1] if lines else "")
+        step["result"] = {what: int(count) for count, what in found}
+        # Nothing was tested where every test is skipped.
+        step["ok"] = code == 0 and bool(step["result"].get("passed"))
+    step["summary"] = _summary(step)
+    if not step["ok"]:
+        step["output"] = "\n".join([*stdout.splitlines(), *stderr.splitlines()][-_TAIL_LINES:])
+    return step
+
+
+def _text(said: str | bytes | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+
+
+def _summary(step: dict[str, Any]) -> str:
+    result = step.get("result")
+    if not isinstance(result, dict):
+        return ""
+    figures = {name: result[name] for name in FIGURES if name in result} or {
+        name: value for name, value in result.items() if isinstance(value, int | float | str)
+    }
+    return ", ".join(f"{name} {value}" for name, value in figures.items())
+
+
+@click.command()
+@click.option("--only", type=click.Choice(list(STEPS)), multiple=True, help="Run these steps only.")
+@click.option("--timeout", "timeout_s", default=240.0, show_default=True, help="Seconds a step may take.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end.")
+def main(only: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
+    """Run all that needs a GPU: tests/gpu, doctor, Mooncake over NVLink, and the benchmarks."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no GPU that torch can use")
+    steps: dict[str, dict[str, Any]] = {}
+    for name in only or STEPS:
+        click.echo(f"{name} ...", err=True)
+        steps[name] = run_step(name, timeout_s)
+        if not steps[name]["ok"]:
+            click.echo(steps[name]["output"], err=True)
+    failed = [name for name, step in steps.items() if not step["ok"]]
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "steps": steps}))
+    else:
+        for name, step in steps.items():
+            verdict = "ok" if step["ok"] else "FAILED"
+            click.echo(f"{name:18} {verdict:6} {step['seconds']:6.1f} s  {step['summary']}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
