@@ -22,13 +22,15 @@ from snapd.executor import Executor
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.server import Server
 from snapd.service import event_of
-from snapd.units import KIB, MS_PER_S
+from snapd.units import KIB, MIB, MS_PER_S
 
 # Handled before everybody else gets their turn.
 TURN_MAX: Final = 64
 # Waiting to be handled; more that come at one time are ignored.
 PENDING_MAX: Final = 4_096
 TEXT_CHARS_MAX: Final = 256 * KIB
+# Of all that wait: a commit of a hundred planes has some thousands.
+PENDING_CHARS_MAX: Final = 16 * MIB
 # When none are wanted they are thrown away all the same: the transport would keep them for ever.
 _POLL_UNWANTED_MS: Final = 1_000
 
@@ -95,13 +97,23 @@ class Notifications:
         if self._mode == "off":
             self._ignore(len(texts), "notifications unwanted", notify=self._mode)
             return
-        self._ignore(len(texts) - PENDING_MAX, "too many notifications", notifications_max=PENDING_MAX)
-        self._pending.extend(texts[:PENDING_MAX])
+        short = [text for text in texts if len(text) <= TEXT_CHARS_MAX]
+        self._ignore(len(texts) - len(short), "notifications too long", characters_max=TEXT_CHARS_MAX)
+        pending_chars = 0
+        for text in short[:PENDING_MAX]:
+            pending_chars += len(text)
+            if pending_chars > PENDING_CHARS_MAX:
+                break
+            self._pending.append(text)
+        self._ignore(
+            len(short) - len(self._pending),
+            "too many notifications",
+            notifications_max=PENDING_MAX,
+            characters_max=PENDING_CHARS_MAX,
+        )
 
     def _handle(self, text: str) -> None:
         try:
-            if len(text) > TEXT_CHARS_MAX:
-                raise ProtocolError(f"no notification: {len(text)} characters; {TEXT_CHARS_MAX} can be had")
             notification = w.decode_notification(text)
         except ProtocolError as error:
             self._ignore(1, "bad notification", error=str(error))

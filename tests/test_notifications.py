@@ -9,7 +9,7 @@ from snapd import wire as w
 from snapd.core.session import PREPARER
 from snapd.errors import ProtocolError
 from snapd.mooncakeconfig import MooncakeConfig
-from snapd.notifications import PENDING_MAX, TEXT_CHARS_MAX, TURN_MAX, Notifications
+from snapd.notifications import PENDING_CHARS_MAX, PENDING_MAX, TEXT_CHARS_MAX, TURN_MAX, Notifications
 
 EPOCH = "epoch"
 
@@ -145,8 +145,18 @@ def test_a_text_that_is_too_long_is_not_even_parsed() -> None:
     bench = Bench("commit")
     bench.sent = [text() + " " * TEXT_CHARS_MAX]
     bench.loop.turn()
-    assert bench.counts == (0, 0, 1) and bench.server.warned == ["bad notification"]
+    assert bench.counts == (0, 0, 1) and bench.server.warned == ["notifications too long"]
     assert bench.executor.events == []
+
+
+def test_texts_that_wait_are_bounded_in_number_and_in_length() -> None:
+    bench = Bench("commit")
+    long = text() + " " * (TEXT_CHARS_MAX - len(text()))
+    bench.sent = [long + " "] * 5 + [long] * 100
+    bench.loop.turn()
+    taken = PENDING_CHARS_MAX // TEXT_CHARS_MAX
+    assert bench.counts == (0, taken, 105 - taken)
+    assert bench.server.warned == ["notifications too long", "too many notifications"]
 
 
 @pytest.mark.parametrize("drained", [True, False])
