@@ -25,10 +25,12 @@ BLOCK_BYTES: Final = 2 * 1024 * 1024
 
 OUT_OF_MEMORY: Final = 2
 NOT_INITIALIZED: Final = 3
+DEVICE_UNAVAILABLE: Final = 46
 NO_DEVICE: Final = 100
 INVALID_CONTEXT: Final = 201
 _HELP: Final = {
     NOT_INITIALIZED: "CUDA cannot be used in a forked child; start the process with spawn",
+    DEVICE_UNAVAILABLE: "another process may have it for itself: nvidia-smi -c DEFAULT lets several use it",
     NO_DEVICE: "no GPU is visible here; see CUDA_VISIBLE_DEVICES, and whether the container has the GPU",
     INVALID_CONTEXT: "the process that has the memory cannot open its own handle",
 }
@@ -54,6 +56,7 @@ SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDeviceGetName": (ctypes.POINTER(ctypes.c_char), ctypes.c_int, ctypes.c_int),
     "cuDeviceGetUuid_v2": (ctypes.POINTER(_Uuid), ctypes.c_int),
+    "cuDeviceCanAccessPeer": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
@@ -154,6 +157,16 @@ class Driver:
         digits = bytes(uuid).hex()
         parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
         return Gpu(index, name.value.decode(errors="replace"), f"GPU-{'-'.join(parts)}", handle.value)
+
+    def can_access_peer(self, gpu: Gpu, other: Gpu) -> bool:
+        """Return whether *gpu* can read and write memory of *other*, another one, by itself.
+
+        Raises:
+            CudaError: the driver does not say.
+        """
+        can_access = ctypes.c_int()
+        self.call("cuDeviceCanAccessPeer", ctypes.byref(can_access), gpu.handle, other.handle)
+        return can_access.value != 0
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of ``SIGNATURES``.

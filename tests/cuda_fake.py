@@ -19,6 +19,7 @@ from snapd import cuda
 GIB = 1 << 30
 MIB = 1 << 20
 INVALID_VALUE = 1
+INVALID_DEVICE = 101
 INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
 BROKEN = 999
@@ -26,6 +27,7 @@ _NAMES = {
     1: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
     2: (b"CUDA_ERROR_OUT_OF_MEMORY", b"out of memory"),
     3: (b"CUDA_ERROR_NOT_INITIALIZED", b"initialization error"),
+    46: (b"CUDA_ERROR_DEVICE_UNAVAILABLE", b"CUDA-capable device(s) is/are busy or unavailable"),
     100: (b"CUDA_ERROR_NO_DEVICE", b"no CUDA-capable device is detected"),
     201: (b"CUDA_ERROR_INVALID_CONTEXT", b"invalid device context"),
     400: (b"CUDA_ERROR_INVALID_HANDLE", b"invalid resource handle"),
@@ -58,6 +60,7 @@ class FakeDriver:
         total_bytes: memory of each.
         fails: functions that return a code instead of doing anything.
         opens_own: a handle may be opened by the process that has the memory, as no real driver does.
+        has_peers: every GPU reaches the memory of every other one.
         calls: names in order, those that ask for nothing but a name or text left out.
         copied: (to, from, size) of every copy.
     """
@@ -66,6 +69,7 @@ class FakeDriver:
     total_bytes: int = GIB
     fails: dict[str, int] = field(default_factory=dict)
     opens_own: bool = False
+    has_peers: bool = True
 
     def __post_init__(self):
         self.calls = []
@@ -142,7 +146,7 @@ class FakeDriver:
 
     def _cuDeviceGet(self, handle, index):
         if not 0 <= index < len(self.uuids):
-            return 101
+            return INVALID_DEVICE
         handle[0] = 40 + index  # Not the index itself: whoever mixes them up must notice.
         return 0
 
@@ -154,6 +158,12 @@ class FakeDriver:
 
     def _cuDeviceGetUuid_v2(self, uuid, handle):
         uuid[0][:] = self.uuids[handle - 40]
+
+    def _cuDeviceCanAccessPeer(self, can_access, handle, other):
+        if handle == other:
+            return INVALID_DEVICE  # Whoever asks has mixed something up.
+        can_access[0] = self.has_peers
+        return 0
 
     def _cuDevicePrimaryCtxRetain(self, context, handle):
         self.retained[handle - 40] += 1

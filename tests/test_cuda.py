@@ -116,6 +116,7 @@ def everything():
     driver = cuda.driver()
     context = cuda.Context(driver, driver.gpus[1])
     context.memory_bytes()
+    driver.can_access_peer(driver.gpus[0], driver.gpus[1])
     address = context.allocate(MIB)
     try:
         opened, size_bytes = context.open_ipc(context.export_ipc(address))
@@ -127,6 +128,21 @@ def everything():
     finally:
         context.free(address)
         context.release()
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_a_gpu_reaches_the_memory_of_others_where_the_driver_says_so(fake, has_peers):
+    fake.has_peers = has_peers
+    driver = cuda.driver()
+    first, second = driver.gpus
+    assert driver.can_access_peer(first, second) is has_peers
+    assert driver.can_access_peer(second, first) is has_peers
+
+
+def test_a_gpu_that_another_process_has_for_itself_is_told_with_what_helps(fake):
+    fake.fails["cuDevicePrimaryCtxRetain"] = cuda.DEVICE_UNAVAILABLE
+    with pytest.raises(CudaError, match=r"CUDA_ERROR_DEVICE_UNAVAILABLE 46: .*nvidia-smi -c DEFAULT"):
+        cuda.Context(cuda.driver(), cuda.driver().gpus[0])
 
 
 def test_a_context_is_current_only_inside_and_the_former_one_comes_back(fake):

@@ -29,6 +29,7 @@ _FIX_INDENT: Final = 8
 Examples:
   snapd doctor
   snapd doctor --transport mooncake --protocol rdma
+  snapd doctor --device cuda:0 --transport mooncake --protocol nvlink_intra
   snapd doctor --config /etc/kv-snapd/snapd.toml --no-self-test
   snapd doctor --json | jq .mooncake.tcp
 

@@ -6,12 +6,12 @@ to stdout or stderr; what this process says goes over a copy of stdout that only
 
 import contextlib
 import ctypes
-import mmap
 import os
 import resource
 import secrets
 import signal
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,19 +19,35 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from snapd import cuda
 from snapd.arena import HostArena
+from snapd.cudaarena import CudaArena
 from snapd.doctor import messages as m
 from snapd.doctor import pattern
+from snapd.doctor.buffers import arena_on, neighbour_of, source_on
 from snapd.errors import SnapdError, TransportError
 from snapd.mapping import map_arena
 from snapd.transport.base import ArenaWriter, TicketState, Write
 from snapd.transport.shm import ShmWriter
 from snapd.units import KIB, MIB
-from snapd.wire import FrameSplitter, MapBufferRep, MapBufferReq, decode_request, encode_frame
+from snapd.wire import (
+    CudaMemory,
+    FrameSplitter,
+    MapBufferRep,
+    MapBufferReq,
+    decode_request,
+    encode_frame,
+)
 
 PIECE_BYTES: Final = 8 * MIB
-_FIRST_BYTES: Final = 4 * KIB
+# Between GPUs it is the number of writes that costs.
+GPU_PIECE_BYTES: Final = 64 * MIB
+SMALL_BYTES: Final = 4 * KIB
+LATENCY_ROUNDS: Final = 32
+_LATENCY_S_MAX: Final = 0.5
 _POLL_S: Final = 0.000_2
+# A write that may be over at once is looked at without a pause for so long.
+_SPIN_S: Final = 0.002
 _REQUEST_BYTES_MAX: Final = 64 * KIB
 _MAP_S: Final = 3_600.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -83,6 +99,8 @@ def run(task: m.Task, say: Say, heard: BinaryIO) -> None:
     """
     if task.role == "probe":
         probe(say)
+    elif task.role == "gpus":
+        see_gpus(task, say)
     elif task.role == "target":
         receive(task, say, heard)
     else:
@@ -103,53 +121,97 @@ def probe(say: Say) -> None:
     say(m.Loaded(tuple(supports)))
 
 
+def see_gpus(task: m.Task, say: Say) -> None:
+    """Start the driver, and tell what this process sees."""
+    say(m.Stage("starting the NVIDIA driver"))
+    try:
+        driver = cuda.driver()
+    except cuda.CudaError as error:
+        say(m.Seen(why_not=str(error)))
+        return
+    num_gpus = len(driver.gpus)
+    arena_gpus = {index for index in task.arena_gpus if index < num_gpus}
+    wanted = arena_gpus | {neighbour_of(index, num_gpus) for index in arena_gpus}
+    say(m.Stage("asking for the memory of the GPUs"))
+    say(m.Seen(tuple(_seen(driver, gpu, with_memory=gpu.index in wanted) for gpu in driver.gpus)))
+
+
+def _seen(driver: cuda.Driver, gpu: cuda.Gpu, *, with_memory: bool) -> m.SeenGpu:
+    try:
+        peers = tuple(
+            other.index for other in driver.gpus if other is not gpu and driver.can_access_peer(gpu, other)
+        )
+        if not with_memory:
+            return m.SeenGpu(index=gpu.index, name=gpu.name, peers=peers)
+        context = cuda.Context(driver, gpu)
+        try:
+            free_bytes, total_bytes = context.memory_bytes()
+        finally:
+            context.release()
+    except cuda.CudaError as error:
+        return m.SeenGpu(index=gpu.index, name=gpu.name, why_not=str(error))
+    return m.SeenGpu(
+        index=gpu.index, name=gpu.name, peers=peers, free_bytes=free_bytes, total_bytes=total_bytes
+    )
+
+
 # --- the target --------------------------------------------------------------------------------
 
 
 def receive(task: m.Task, say: Say, heard: BinaryIO) -> None:
     """Offer an arena, and compare every byte when told to."""
     say(m.Stage("making the arena"))
-    with HostArena(0, task.size_bytes, hugepages="off") as arena:
-        memory = memoryview((ctypes.c_ubyte * task.size_bytes).from_address(arena.map())).cast("B")
-        pattern.poison(memory)
+    with contextlib.ExitStack() as stack:
+        arena, buffer = stack.enter_context(arena_on(task.device, task.size_bytes))
+        pattern.poison(buffer.view)
+        buffer.upload()
         if task.transport == "shm":
-            _hand_over(task.socket_path, arena, say)
+            _hand_over(task.socket_path, arena, say, stack)
         else:
             _offer_mooncake(task, arena, say)
         say(m.Stage("waiting for the writes"))
         if heard.readline() == m.CHECK:
             say(m.Stage("comparing the bytes"))
-            say(m.Checked(pattern.difference(memory, task.seed)))
+            buffer.download()
+            say(m.Checked(pattern.difference(buffer.view, task.seed)))
             heard.readline()
 
 
-def _hand_over(socket_path: str, arena: HostArena, say: Say) -> None:
-    """Give the arena's file descriptor to the writer, as the daemon would."""
+def _hand_over(socket_path: str, arena: HostArena | CudaArena, say: Say, stack: contextlib.ExitStack) -> None:
+    """Give what opens the arena to the writer, as the daemon would; the connection stays open."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(socket_path)
         listener.listen(1)
         say(m.Offer(socket_path, 0, arena.size_bytes))
-        connection, _ = listener.accept()
-    with connection:
-        splitter = FrameSplitter(_REQUEST_BYTES_MAX)
-        payloads: list[bytes] = []
-        while not payloads:
-            data = connection.recv(_REQUEST_BYTES_MAX)
-            if not data:
-                raise TransportError("the writer hung up before it had the arena")
-            payloads = splitter.feed(data)
-        request = decode_request(payloads[0])
-        if not isinstance(request, MapBufferReq):
-            raise TransportError(f"the writer asked for {type(request).__name__}")
-        reply = MapBufferRep(id=request.id, rank=request.rank, size_bytes=arena.size_bytes, epoch="doctor")
-        fd = arena.open_fd(writable=request.writable)
-        try:
-            socket.send_fds(connection, [encode_frame(reply)], [fd])
-        finally:
-            os.close(fd)
+        # Where there is no pidfd, the writer takes its end for the end of this process.
+        connection = stack.enter_context(listener.accept()[0])
+    splitter = FrameSplitter(_REQUEST_BYTES_MAX)
+    payloads: list[bytes] = []
+    while not payloads:
+        data = connection.recv(_REQUEST_BYTES_MAX)
+        if not data:
+            raise TransportError("the writer hung up before it had the arena")
+        payloads = splitter.feed(data)
+    request = decode_request(payloads[0])
+    if not isinstance(request, MapBufferReq):
+        raise TransportError(f"the writer asked for {type(request).__name__}")
+    memory = None
+    if isinstance(arena, CudaArena):
+        memory = CudaMemory(ipc_handle=arena.ipc_handle(), gpu_uuid=arena.gpu_uuid, device=arena.device)
+    reply = MapBufferRep(
+        id=request.id, rank=request.rank, size_bytes=arena.size_bytes, epoch="doctor", cuda=memory
+    )
+    if isinstance(arena, CudaArena):
+        connection.sendall(encode_frame(reply))
+        return
+    fd = arena.open_fd(writable=request.writable)
+    try:
+        socket.send_fds(connection, [encode_frame(reply)], [fd])
+    finally:
+        os.close(fd)
 
 
-def _offer_mooncake(task: m.Task, arena: HostArena, say: Say) -> None:
+def _offer_mooncake(task: m.Task, arena: HostArena | CudaArena, say: Say) -> None:
     from snapd.transport.mooncake_offerer import MooncakeOfferer
 
     say(m.Stage(f"starting Mooncake for {task.mooncake.protocol}"))
@@ -170,16 +232,16 @@ _kept: Final[list[object]] = []
 def send(task: m.Task, say: Say, heard: BinaryIO) -> None:
     """Fill a source, write all of it into the target's arena, and tell how long that took."""
     say(m.Stage("making the bytes"))
-    with mmap.mmap(-1, task.size_bytes) as source:
-        with memoryview(source) as memory:
-            pattern.fill(memory, task.seed)
+    with source_on(task.source_device, task.size_bytes) as source:
+        pattern.fill(source.view, task.seed)
+        source.upload()
         line = heard.readline()
         if not line:
             return
         offer = msgspec.json.decode(line, type=m.Offer)
-        with _writer(task, offer, say) as writer:
-            seconds = move(writer, _address_of(source), offer.base_ptr, task.size_bytes, say)
-            say(m.Written(seconds))
+        piece_bytes = PIECE_BYTES if task.device == m.HOST_DEVICE else GPU_PIECE_BYTES
+        with source.current(), _writer(task, offer, say) as writer:
+            say(move(writer, source.address, offer.base_ptr, task.size_bytes, piece_bytes, say))
             heard.readline()
 
 
@@ -203,35 +265,40 @@ def _writer(task: m.Task, offer: m.Offer, say: Say) -> Iterator[ArenaWriter]:
         writer.close()
 
 
-def move(writer: ArenaWriter, source_address: int, base_ptr: int, size_bytes: int, say: Say) -> float:
-    """Write *size_bytes* in pieces, and return how many seconds it took.
+def move(
+    writer: ArenaWriter, source_address: int, base_ptr: int, size_bytes: int, piece_bytes: int, say: Say
+) -> m.Written:
+    """Write *size_bytes* in pieces, and return how long that and a small write took.
 
     Raises:
         TransportError: a write failed.
     """
     say(m.Stage("registering the source"))
     writer.register_source(source_address, size_bytes)
+    small = Write(source_address, base_ptr, min(SMALL_BYTES, size_bytes))
     # The first contact is not what is measured.
     say(m.Stage("reaching the arena"))
-    _finish(writer, [Write(source_address, base_ptr, min(_FIRST_BYTES, size_bytes))])
+    _finish(writer, [small])
+    say(m.Stage("writing a little"))
+    latencies_s: list[float] = []
+    while len(latencies_s) < LATENCY_ROUNDS and sum(latencies_s) < _LATENCY_S_MAX:
+        latencies_s.append(_finish(writer, [small]))
     say(m.Stage("writing"))
     writes = [
-        Write(source_address + start, base_ptr + start, min(PIECE_BYTES, size_bytes - start))
-        for start in range(0, size_bytes, PIECE_BYTES)
+        Write(source_address + start, base_ptr + start, min(piece_bytes, size_bytes - start))
+        for start in range(0, size_bytes, piece_bytes)
     ]
+    return m.Written(_finish(writer, writes), statistics.median(latencies_s))
+
+
+def _finish(writer: ArenaWriter, writes: list[Write]) -> float:
+    """Return how many seconds the writes took."""
     begun_s = time.perf_counter()
-    _finish(writer, writes)
-    return time.perf_counter() - begun_s
-
-
-def _finish(writer: ArenaWriter, writes: list[Write]) -> None:
     ticket = writer.submit(writes)
     while not (progress := writer.poll(ticket)).is_final:
-        time.sleep(_POLL_S)
+        if time.perf_counter() - begun_s > _SPIN_S:
+            time.sleep(_POLL_S)
+    taken_s = time.perf_counter() - begun_s
     if progress.state is not TicketState.DONE:
         raise TransportError(f"a write {progress.state.value}: {progress.detail}")
-
-
-def _address_of(memory: mmap.mmap) -> int:
-    # The object that holds the buffer goes at once: a mapping that is held cannot be closed.
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return taken_s

@@ -15,6 +15,11 @@ SHM: Final = "shm"
 MOONCAKE: Final = "mooncake"
 
 
+def memory_concern(transport_concern: str, device: str) -> str:
+    """Return what a finding about a transport or protocol and arenas of one device concerns."""
+    return f"{transport_concern} on {device}"
+
+
 def protocol_concern(protocol: str) -> str:
     """Return what a finding about one protocol of Mooncake concerns."""
     return f"{MOONCAKE}.{protocol}"
@@ -29,8 +34,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         status: ``fail`` keeps something from working, ``warn`` may, ``info`` only tells.
         detail: what was found.
         fix: what to do about it; empty if there is nothing to do.
-        concerns: what a ``fail`` keeps from working: everything (empty), ``shm``, ``mooncake``, or a
-            protocol such as ``mooncake.rdma``.
+        concerns: what a ``fail`` keeps from working: everything (empty), ``shm``, ``mooncake``, a protocol
+            such as ``mooncake.rdma``, or one of these for arenas of one device: ``shm on cuda:0``.
     """
 
     group: str
@@ -39,6 +44,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     fix: str = ""
     concerns: str = EVERYTHING
+
+
+class Obstacle(msgspec.Struct, frozen=True):
+    """What stands against a transport, as far as can be seen without trying.
+
+    Attributes:
+        why: for a person.
+        fix: what to do about it.
+    """
+
+    why: str
+    fix: str
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -51,6 +68,6 @@ class Places(msgspec.Struct, frozen=True):
 
 def configured_concerns(config: Config) -> frozenset[str]:
     """Return what must work for the daemon and its peers to work as configured."""
-    if config.transport == SHM:
-        return frozenset({EVERYTHING, SHM})
-    return frozenset({EVERYTHING, MOONCAKE, protocol_concern(config.mooncake.protocol)})
+    concern = SHM if config.transport == SHM else protocol_concern(config.mooncake.protocol)
+    on_devices = {memory_concern(concern, arena.device) for arena in config.arenas}
+    return frozenset({EVERYTHING, config.transport, concern, *on_devices})

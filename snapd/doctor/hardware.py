@@ -115,7 +115,7 @@ def check_rdma(ports: list[RdmaPort], config: MooncakeConfig, places: Places) ->
 
 
 def gpus(places: Places, nvidia_smi: str | None = None) -> list[str]:
-    """Return a line for each NVIDIA GPU: by nvidia-smi, else as the driver's /proc tells."""
+    """Return a line for each NVIDIA GPU: by nvidia-smi, else as the driver's /proc tells, else its device."""
     command = nvidia_smi or shutil.which("nvidia-smi")
     if command is not None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -133,7 +133,7 @@ def gpus(places: Places, nvidia_smi: str | None = None) -> list[str]:
     for path in sorted((places.proc / "driver/nvidia/gpus").glob("*/information")):
         facts = dict(line.split(":", 1) for line in _read(path).splitlines() if ":" in line)
         found.append(f"{facts.get('Model', 'unknown model').strip()}, {path.parent.name}")
-    return found
+    return found or [f"unknown model, {path.name}" for path in sorted(places.dev.glob("nvidia[0-9]*"))]
 
 
 def check_gpus(found: list[str]) -> list[Finding]:

@@ -4,15 +4,14 @@ import contextlib
 import resource
 from typing import Final
 
-from snapd import cuda
 from snapd.arena import available_memory_bytes
 from snapd.config import Config
 from snapd.doctor.finding import Finding, Places, protocol_concern
+from snapd.doctor.messages import HOST_DEVICE
 from snapd.units import KIB, align_up, format_bytes
 
 GROUP: Final = "memory"
 _CAP_IPC_LOCK: Final = 14
-_HOST_DEVICE: Final = "cpu"
 
 
 def check_memory(
@@ -30,7 +29,7 @@ def check_memory(
     free_bytes, page_bytes = hugepages_bytes(places)
     is_huge = config.hugepages != "off" and page_bytes > 0 and huge_bytes(config, page_bytes) <= free_bytes
     findings = [
-        check_devices(config),
+        check_arenas(config),
         check_hugepages(config, free_bytes, page_bytes, is_daemon_running=is_daemon_running),
     ]
     # What lies in hugepages takes nothing of the other memory.
@@ -49,13 +48,13 @@ def check_memory(
 
 def arenas_bytes(config: Config) -> int:
     """Return the bytes of all host arenas."""
-    return sum(arena.size_bytes for arena in config.arenas if arena.device == _HOST_DEVICE)
+    return sum(arena.size_bytes for arena in config.arenas if arena.device == HOST_DEVICE)
 
 
 def huge_bytes(config: Config, page_bytes: int) -> int:
     """Return what all host arenas take in hugepages."""
     return sum(
-        align_up(arena.size_bytes, page_bytes) for arena in config.arenas if arena.device == _HOST_DEVICE
+        align_up(arena.size_bytes, page_bytes) for arena in config.arenas if arena.device == HOST_DEVICE
     )
 
 
@@ -81,32 +80,16 @@ def has_ipc_lock(places: Places) -> bool:
     return False
 
 
-def check_devices(config: Config) -> Finding:
-    """Check that every arena's device is there."""
-    wanted = [arena for arena in config.arenas if arena.device != _HOST_DEVICE]
-    try:
-        present = {f"cuda:{gpu.index}" for gpu in cuda.driver().gpus} if wanted else set()
-    except cuda.CudaError as error:
-        return Finding(
-            group=GROUP, name="arenas", status="fail",
-            detail=f"arena {wanted[0].rank}: device {wanted[0].device}: {error}",
-            fix='set device = "cpu", or let this process see the GPU and its driver',
-        )  # fmt: skip
-    missing = [arena for arena in wanted if arena.device not in present]
-    if missing:
-        return Finding(
-            group=GROUP, name="arenas", status="fail",
-            detail=f"arena {missing[0].rank}: device {missing[0].device} is not among {len(present)} GPUs",
-            fix='set another device, or look at CUDA_VISIBLE_DEVICES',
-        )  # fmt: skip
+def check_arenas(config: Config) -> Finding:
+    """Tell the arenas, wherever they are."""
     count = len(config.arenas)
+    total = format_bytes(sum(arena.size_bytes for arena in config.arenas))
+    devices = ", ".join(dict.fromkeys(arena.device for arena in config.arenas))
     return Finding(
         group=GROUP,
         name="arenas",
         status="ok",
-        detail=f"{count} of {format_bytes(arenas_bytes(config))} together"
-        if count > 1
-        else f"one of {format_bytes(arenas_bytes(config))}",
+        detail=f"{count} of {total} together on {devices}" if count > 1 else f"one of {total} on {devices}",
     )
 
 

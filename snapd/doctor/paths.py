@@ -65,15 +65,7 @@ def check_socket(config: Config, *, is_daemon_running: bool) -> Finding:
             refusal = "something that is no socket is in the way"
     except OSError as error:
         refusal = error.strerror or str(error)
-    if refusal:
-        return Finding(
-            group=GROUP,
-            name="socket",
-            status="fail",
-            detail=f"{path}: {refusal}",
-            fix="set socket_path to a path in a directory of this user",
-        )
-    return Finding(group=GROUP, name="socket", status="ok", detail=str(path))
+    return _finding("socket", path, refusal)
 
 
 def check_log(config: Config) -> Finding:
@@ -88,15 +80,19 @@ def check_log(config: Config) -> Finding:
                 refusal = "this user may not write to it"
     except OSError as error:
         refusal = error.strerror or str(error)
-    if refusal:
-        return Finding(
-            group=GROUP,
-            name="log",
-            status="fail",
-            detail=f"{path}: {refusal}",
-            fix="set log_path to a path in a directory of this user",
-        )
-    return Finding(group=GROUP, name="log", status="ok", detail=str(path))
+    return _finding("log", path, refusal)
+
+
+def _finding(name: str, path: Path, refusal: str) -> Finding:
+    if not refusal:
+        return Finding(group=GROUP, name=name, status="ok", detail=str(path))
+    return Finding(
+        group=GROUP,
+        name=name,
+        status="fail",
+        detail=f"{path}: {refusal}",
+        fix=f"set {name}_path to a path in a directory of this user",
+    )
 
 
 def check_log_room(config: Config) -> Finding:

@@ -40,7 +40,7 @@ _RUN: Final = (
 )
 _from_child: Final = msgspec.json.Decoder(m.FromChild)
 
-_T = TypeVar("_T", m.Loaded, m.Offer, m.Written, m.Checked)
+_T = TypeVar("_T", m.Loaded, m.Seen, m.Offer, m.Written, m.Checked)
 
 
 class SelfTestFailed(SnapdError):
@@ -53,11 +53,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         size_bytes: moved.
         seconds: it took.
+        latency_us: of one small write, in the middle of several.
         difference: what is wrong with the bytes; empty: nothing.
     """
 
     size_bytes: int
     seconds: float
+    latency_us: float
     difference: str
 
     @property
@@ -78,12 +80,30 @@ def load_mooncake(timeout_s: float = TIMEOUT_S_DEFAULT) -> tuple[str, ...]:
         return children.hear(probe, m.Loaded).supports
 
 
+def see_gpus(arena_gpus: Sequence[int], timeout_s: float = TIMEOUT_S_DEFAULT) -> m.Seen:
+    """Let a child ask the driver for the GPUs.
+
+    Args:
+        arena_gpus: indices of those whose memory is to be looked at, with their neighbours.
+        timeout_s: for everything.
+
+    Raises:
+        SelfTestFailed: the driver crashed the child, or gave no answer in time.
+    """
+    with contextlib.ExitStack() as stack:
+        children = _Children(stack, time.monotonic() + timeout_s, timeout_s)
+        task = m.Task(role="gpus", transport="shm", arena_gpus=tuple(arena_gpus))
+        return children.hear(children.start(task, "the process"), m.Seen)
+
+
 def move_bytes(
     transport: Literal["shm", "mooncake"],
     size_bytes: int,
     *,
     mooncake: MooncakeConfig | None = None,
     timeout_s: float = TIMEOUT_S_DEFAULT,
+    device: str = m.HOST_DEVICE,
+    source_device: str = m.HOST_DEVICE,
 ) -> Result:
     """Let a child write into the arena of another one, which compares every byte.
 
@@ -92,6 +112,8 @@ def move_bytes(
         size_bytes: how much.
         mooncake: how to use Mooncake, for that transport.
         timeout_s: for everything.
+        device: of the arena: ``cpu`` or ``cuda:N``.
+        source_device: of the bytes that are written.
 
     Raises:
         SelfTestFailed: a process could not go on, died, or was not done in time.
@@ -106,6 +128,8 @@ def move_bytes(
             size_bytes=size_bytes,
             seed=secrets.randbits(64),
             socket_path=str(Path(directory) / "arena.sock"),
+            device=device,
+            source_device=source_device,
         )
         target = children.start(task, "the receiving process")
         writer = children.start(msgspec.structs.replace(task, role="writer"), "the writing process")
@@ -114,7 +138,12 @@ def move_bytes(
         written = children.hear(writer, m.Written)
         target.tell(m.CHECK)
         checked = children.hear(target, m.Checked)
-        return Result(size_bytes=size_bytes, seconds=written.seconds, difference=checked.difference)
+        return Result(
+            size_bytes=size_bytes,
+            seconds=written.seconds,
+            latency_us=written.latency_s * 1e6,
+            difference=checked.difference,
+        )
 
 
 class _Child:

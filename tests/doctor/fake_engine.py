@@ -8,8 +8,16 @@ import struct
 import threading
 from pathlib import Path
 
-SUPPORT_CUDA = False
-SUPPORT_INTRA_NVLINK = False
+from snapd import cuda
+
+try:
+    from cuda_fake import FakeDriver
+except ImportError:  # Only where GPUs are faked too.
+    FakeDriver = ()
+
+SUPPORTS = os.environ.get("FAKE_MOONCAKE_SUPPORTS", "").split(",")
+SUPPORT_CUDA = "CUDA" in SUPPORTS
+SUPPORT_INTRA_NVLINK = "INTRA_NVLINK" in SUPPORTS
 FAULT = os.environ.get("FAKE_MOONCAKE", "")
 HEADER = struct.Struct("<QQ")
 SMALL = 4096
@@ -37,6 +45,13 @@ def read(sock, size):
 
 if FAULT == "odd error":
     raise RuntimeError("nobody thought of this")
+
+
+def is_current(address):
+    """Whether memory is on the host, or on the GPU that is current in this thread."""
+    driver = cuda.load_library() if cuda._driver else None
+    memory = driver._find(address) if isinstance(driver, FakeDriver) else None
+    return memory is None or driver.stack[-1:] == [memory.gpu]
 
 
 class TransferEngine:
@@ -78,6 +93,8 @@ class TransferEngine:
             connection.sendall(b"!")
 
     def register_memory(self, address, size, location="*"):
+        if not is_current(address):
+            return -600
         return -7 if FAULT == "no registration" else 0
 
     def unregister_memory(self, address):
@@ -94,6 +111,8 @@ class TransferEngine:
 
     def transfer_submit_write(self, segment, source, target, size):
         self.batches += 1
+        if not is_current(source):
+            return 0
         if size > SMALL and FAULT == "writer dies":
             os.kill(os.getpid(), signal.SIGSEGV)
         if size > SMALL and FAULT in ("never ends", "write fails"):

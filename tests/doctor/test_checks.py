@@ -6,17 +6,17 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from snapd import cuda
 from snapd.config import Config, load_config
 from snapd.doctor import hardware, memory, mooncake, paths, software, transports
-from snapd.doctor.finding import Finding, Places, configured_concerns
+from snapd.doctor.finding import Finding, Obstacle, Places, configured_concerns
+from snapd.doctor.gpus import Gpus
 from snapd.doctor.hardware import RdmaPort
 from snapd.doctor.mooncake import Installed
 from snapd.doctor.selftest import SelfTestFailed
+from snapd.doctor.transports import Route
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.mooncake_package import MissingLibrary, Package
 from snapd.units import GIB, MIB
@@ -153,6 +153,15 @@ def test_without_a_working_nvidia_smi_the_driver_is_asked(
     assert hardware.gpus(places, "/nowhere/nvidia-smi") == ["NVIDIA H200, 0000:1b:00.0"]
 
 
+def test_where_the_driver_says_nothing_the_device_files_do(places: Places) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        write(places.dev / name, "")
+    assert hardware.gpus(places, "/nowhere/nvidia-smi") == [
+        "unknown model, nvidia0",
+        "unknown model, nvidia1",
+    ]
+
+
 def test_no_gpu_is_told() -> None:
     assert statuses(hardware.check_gpus([])) == {"GPUs": "info"}
 
@@ -265,18 +274,10 @@ def test_the_capability_to_lock_is_read_from_the_status(capabilities: str, has: 
     assert memory.has_ipc_lock(places) is has
 
 
-def test_a_gpu_that_is_not_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
-        raise cuda.CudaError("no driver")
-
-    assert memory.check_devices(config_of()).status == "ok"
-    monkeypatch.setattr(cuda, "driver", none)
-    found = memory.check_devices(config_of(device="cuda:0"))
-    assert found.status == "fail" and "no driver" in found.detail
-    one = SimpleNamespace(gpus=(SimpleNamespace(index=0),))
-    monkeypatch.setattr(cuda, "driver", lambda: one)
-    assert memory.check_devices(config_of(device="cuda:0")).status == "ok"
-    assert "cuda:1 is not among 1 GPUs" in memory.check_devices(config_of(device="cuda:1")).detail
+def test_arenas_are_told_with_their_devices() -> None:
+    assert memory.check_arenas(config_of()).detail == "one of 64 MiB on cpu"
+    assert memory.check_arenas(config_of(device="cuda:1")).detail == "one of 64 MiB on cuda:1"
+    assert memory.check_arenas(config_of(ranks="2")).detail == "2 of 128 MiB together on cpu"
 
 
 # --- paths -------------------------------------------------------------------------------------
@@ -456,60 +457,41 @@ def test_what_the_build_supports_is_told(package: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "installed", "ports", "gpus", "why"),
+    ("protocol", "installed", "ports", "why"),
     [
-        ("tcp", Installed(package=PACKAGE), [], [], None),
-        ("tcp", Installed(package=None, why_not="not there"), [PORT], [], "not there"),
-        ("rdma", Installed(package=PACKAGE), [], [], "no RDMA device"),
-        ("rdma", Installed(package=PACKAGE), [PORT], [], None),
+        ("tcp", Installed(package=PACKAGE), [], None),
+        ("tcp", Installed(package=None, why_not="not there"), [PORT], "not there"),
+        ("rdma", Installed(package=PACKAGE), [], "no RDMA device"),
+        ("rdma", Installed(package=PACKAGE), [PORT], None),
         (
             "rdma",
             Installed(package=PACKAGE),
             [RdmaPort("mlx5_0", "1", "DOWN", "", "")],
-            [],
             "no port of an RDMA device is active",
-        ),
-        ("nvlink_intra", Installed(package=PACKAGE, supports=("INTRA_NVLINK",)), [PORT], [], "no GPU"),
-        (
-            "nvlink_intra",
-            Installed(package=PACKAGE),
-            [],
-            ["an H200"],
-            "this build of Mooncake has no NVLink",
-        ),
-        (
-            "nvlink_intra",
-            Installed(package=PACKAGE, supports=("INTRA_NVLINK",)),
-            [],
-            ["an H200"],
-            "this version cannot test arenas in GPU memory",
         ),
     ],
 )
 def test_each_protocol_says_what_it_lacks(
-    protocol: transports.Protocol,
-    installed: Installed,
-    ports: list[RdmaPort],
-    gpus: list[str],
-    why: str | None,
+    protocol: transports.Protocol, installed: Installed, ports: list[RdmaPort], why: str | None
 ) -> None:
-    found = transports.obstacle_to(protocol, config_of(), installed, ports, gpus)
+    route = Route(transport="mooncake", mooncake=MooncakeConfig(protocol=protocol))
+    found = transports.obstacle_to(route, installed, ports, Gpus(why_not="no GPU"))
     assert (found.why if found else None) == why
     assert found is None or found.fix
 
 
 def test_an_obstacle_fails_only_where_the_transport_is_configured() -> None:
+    route = Route(transport="mooncake", mooncake=MooncakeConfig(protocol="rdma"))
     for is_wanted, status in ((True, "fail"), (False, "info")):
         result, finding = transports.look_at(
-            "mooncake",
-            obstacle=transports.Obstacle("no GPU", "buy one"),
-            mooncake=MooncakeConfig(protocol="nvlink_intra"),
+            route,
+            obstacle=Obstacle("no RDMA device", "buy one"),
             is_wanted=is_wanted,
             size_bytes=MIB,
             timeout_s=1.0,
         )
-        assert (result.ok, result.tested, result.why) == (False, False, "no GPU")
-        assert (finding.status, finding.concerns) == (status, "mooncake.nvlink_intra")
+        assert (result.ok, result.tested, result.why) == (False, False, "no RDMA device")
+        assert (finding.status, finding.concerns) == (status, "mooncake.rdma on cpu")
 
 
 def test_the_configured_protocol_is_tried_as_configured() -> None:
@@ -530,9 +512,13 @@ def test_a_self_test_takes_its_share_of_the_memory() -> None:
 @pytest.mark.parametrize(
     ("settings", "concerns"),
     [
-        ({}, {"", "shm"}),
-        ({"transport": "mooncake"}, {"", "mooncake", "mooncake.tcp"}),
-        ({"transport": "mooncake", "mooncake.protocol": "rdma"}, {"", "mooncake", "mooncake.rdma"}),
+        ({}, {"", "shm", "shm on cpu"}),
+        ({"device": "cuda:3"}, {"", "shm", "shm on cuda:3"}),
+        ({"transport": "mooncake"}, {"", "mooncake", "mooncake.tcp", "mooncake.tcp on cpu"}),
+        (
+            {"transport": "mooncake", "mooncake.protocol": "rdma"},
+            {"", "mooncake", "mooncake.rdma", "mooncake.rdma on cpu"},
+        ),
     ],
 )
 def test_only_findings_about_the_configured_transport_count(

@@ -1,12 +1,14 @@
 """The self-test: every byte counts, and a child that hangs or dies is a result."""
 
 import io
+import select
 import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
+from typing import BinaryIO
 from unittest import mock
 
 import msgspec
@@ -20,7 +22,7 @@ from snapd.mapping import map_arena
 from snapd.transport.base import Write
 from snapd.transport.shm import ShmWriter
 from snapd.units import KIB, MIB
-from snapd.wire import PingReq, encode_frame
+from snapd.wire import MapBufferReq, PingReq, encode_frame
 
 SIZE_BYTES = 3 * MIB + 17
 # A child that hangs is given so long.
@@ -72,7 +74,7 @@ def test_untouched_bytes_are_named() -> None:
 def test_shm_moves_every_byte(size_bytes: int) -> None:
     moved = move_bytes("shm", size_bytes)
     assert (moved.size_bytes, moved.difference) == (size_bytes, "")
-    assert moved.gb_per_s > 0
+    assert moved.gb_per_s > 0 and moved.latency_us > 0
 
 
 class FaultyWriter(ShmWriter):
@@ -124,14 +126,32 @@ def test_a_writer_that_misplaces_bytes_is_found_out(
 @pytest.mark.parametrize("size_bytes", [1, 8 * MIB, 8 * MIB + 1, 20 * MIB])
 def test_the_pieces_cover_every_byte_once(size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[list[Write]] = []
-    monkeypatch.setattr(endpoint, "_finish", lambda writer, writes: begun.append(writes))
-    endpoint.move(mock.Mock(), 1_000, 50, size_bytes, lambda _: None)
-    _, pieces = begun
+
+    def finish(writer: object, writes: list[Write]) -> float:
+        begun.append(writes)
+        return 0.0
+
+    monkeypatch.setattr(endpoint, "_finish", finish)
+    endpoint.move(mock.Mock(), 1_000, 50, size_bytes, 8 * MIB, lambda _: None)
+    *small, pieces = begun
+    assert len(small) == 1 + endpoint.LATENCY_ROUNDS
+    assert all(writes == [Write(1_000, 50, min(size_bytes, endpoint.SMALL_BYTES))] for writes in small)
     at = 0
     for piece in pieces:
         assert (piece.source_address, piece.target_ptr) == (1_000 + at, 50 + at)
         at += piece.size_bytes
     assert at == size_bytes
+
+
+@pytest.mark.parametrize(("each_s", "rounds"), [(0.001, endpoint.LATENCY_ROUNDS), (0.3, 2)])
+def test_the_latency_is_of_small_writes_without_the_first_and_takes_no_long(
+    each_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_s = iter([9.0, *[each_s] * rounds, 2.0])
+    monkeypatch.setattr(endpoint, "_finish", lambda *_: next(taken_s))
+    written = endpoint.move(mock.Mock(), 0, 0, MIB, MIB, lambda _: None)
+    assert (written.seconds, written.latency_s) == (2.0, each_s)
+    assert not list(taken_s)
 
 
 # --- Mooncake, with faults ---------------------------------------------------------------------
@@ -226,7 +246,7 @@ def test_no_child_is_left_behind(fake_mooncake: UseFake, monkeypatch: pytest.Mon
     ("said", "wanted"),
     [
         ("Segmentation fault", "said what is no message"),
-        ('{"type":"Written","seconds":1.0}', "said Written out of turn"),
+        ('{"type":"Written","seconds":1.0,"latency_s":1.0}', "said Written out of turn"),
     ],
 )
 def test_a_child_that_says_what_nobody_asked_for_is_a_failure(
@@ -253,7 +273,9 @@ def test_what_a_child_said_last_on_stderr_is_told(monkeypatch: pytest.MonkeyPatc
 # --- the processes, one by one -----------------------------------------------------------------
 
 
-def hand_over_to(client: Callable[[str], None], directory: Path) -> list[m.FromChild]:
+def hand_over_to(
+    client: Callable[[str], None], directory: Path, heard: BinaryIO | None = None
+) -> list[m.FromChild]:
     """Run a shm target, with a client in place of a writer; return what it said."""
     said: list[m.FromChild] = []
     threads: list[threading.Thread] = []
@@ -266,7 +288,7 @@ def hand_over_to(client: Callable[[str], None], directory: Path) -> list[m.FromC
 
     task = m.Task(role="target", transport="shm", size_bytes=4 * KIB, socket_path=f"{directory}/sock")
     try:
-        endpoint.receive(task, say, io.BytesIO())
+        endpoint.receive(task, say, heard or io.BytesIO())
     finally:
         for thread in threads:
             thread.join(20)
@@ -290,6 +312,33 @@ def test_a_writer_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(TransportError, match="asked for PingReq"):
         hand_over_to(ask, tmp_path)
+
+
+def test_the_connection_stays_as_long_as_the_target(tmp_path: Path) -> None:
+    """Where there is no pidfd, its end is the end of the memory on a GPU."""
+    has_hung_up = []
+
+    def ask(address: str) -> None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(address)
+            sock.sendall(encode_frame(MapBufferReq(id=1, rank=0, writable=True)))
+            assert sock.recv(65_536)
+            assert is_waiting.wait(20)
+            poller = select.poll()
+            poller.register(sock, 0)
+            has_hung_up.append(bool(poller.poll(0)))
+            is_looked_at.set()
+
+    is_waiting, is_looked_at = threading.Event(), threading.Event()
+
+    class Heard(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            is_waiting.set()
+            assert is_looked_at.wait(20)
+            return b""
+
+    hand_over_to(ask, tmp_path, Heard())
+    assert has_hung_up == [False]
 
 
 def test_a_target_that_is_not_told_to_compare_does_not(tmp_path: Path) -> None:
