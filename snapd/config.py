@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from snapd.configvalues import Setting, known, setting_of, settings_of, typed
+from snapd.core.eviction import PolicyName
 from snapd.errors import ConfigError
 from snapd.mooncakeconfig import MooncakeConfig, Variable, VariableName
 from snapd.units import GIB, KIB, MIB, TIB, format_bytes
@@ -210,6 +211,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, _ms("How long bytes without drain proof rest before they may be used again.")
     ] = 60_000
 
+    eviction_policy: Annotated[
+        PolicyName,
+        Meta(
+            description="Which idle READY snapshot makes room first: `lru` the least recently used, `lfuda` "
+            "that of the session least often used, `gdsf` the one that saves least prefill work for its "
+            "bytes, `sieve` the oldest not used again. `snapd replay` compares them."
+        ),
+    ] = "lru"
     sessions_max: Annotated[int, _count("Attempts that may be open at one time.")] = 100_000
     ended_history_max: Annotated[
         int, _count("Ended attempts that are remembered, to answer repeats and for `snapd show`.")

@@ -212,6 +212,7 @@ async def _write_started(
             ),
             former_epoch=former.epoch if former else "",
             closed_attempts=len(former.attempts) if former else 0,
+            eviction_policy=config.eviction_policy,
         )
     )
     for number, record in enumerate(closing_records(former, now_ns) if former else ()):

@@ -81,7 +81,7 @@ REASON_HELP: Final[dict[Reason, str]] = {
     Reason.TOKEN_MISMATCH: "P asked for other tokens than D pushed: it mixed sessions or turns.",
     Reason.PREFIX_NOT_RESIDENT: "P evicted the prefix that the suffix builds on; the next push is full.",
     Reason.INGEST_FAILED: "P failed while it ingested, for a reason of its own. Look at P's log.",
-    Reason.EVICTED: "The least recently used READY snapshot made room for another. Raise size_bytes.",
+    Reason.EVICTED: "This READY snapshot made room for another, by eviction_policy. Raise size_bytes.",
     Reason.READY_EXPIRED: "Nobody ingested the snapshot within ready_ttl_ms.",
     Reason.SUPERSEDED: "A newer attempt for the same session replaced it.",
     Reason.DAEMON_STOPPED: "The daemon was stopped while the attempt was open.",

@@ -68,6 +68,7 @@ DEFAULTS = {
     "ready_ttl_ms": 300_000,
     "lease_ms": 10_000,
     "quarantine_ms": 60_000,
+    "eviction_policy": "lru",
     "sessions_max": 100_000,
     "ended_history_max": 10_000,
     "session_history_max": 100_000,

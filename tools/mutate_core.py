@@ -30,14 +30,14 @@ import click
 ROOT: Final = Path(__file__).parents[1]
 MODULES: Final = (
     "lives.py", "course.py", "admission.py", "quarantine.py", "buffer.py", "directory.py", "books.py",
-    "session.py", "machine.py", "fsm.py", "slab.py", "lru.py",
+    "session.py", "machine.py", "fsm.py", "slab.py", "eviction.py",
 )  # fmt: skip
 # Quick ones first: most mutants fail there.
 TESTS: Final = (
     "test_machine_ingest.py", "test_machine_endings.py", "test_machine_prepare.py",
     "test_machine_transfer.py", "test_machine_quarantine.py", "test_machine_lookup.py",
     "test_machine_limits.py", "test_machine_repeats.py", "test_machine_undrained.py",
-    "test_fsm.py", "test_slab.py", "test_lru.py",
+    "test_fsm.py", "test_slab.py", "test_eviction.py",
 )  # fmt: skip
 MODEL_TEST: Final = "test_machine_model.py"
 MODEL_EXAMPLES: Final = 25
@@ -54,6 +54,13 @@ EQUIVALENT: Final[dict[tuple[str, str, str, str], str]] = {
         "admission.py", "Admission._where_to_start", "compare",
         "event.token_start < usable_tokens < event.token_start + event.num_tokens [0]",
     ): "A hint that ends where the snapshot starts leaves nothing out.",
+    (
+        "eviction.py", "SieveOrder.rank_of", "compare",
+        "next(reversed(self._places.values()), 0) <= self._hand[1]",
+    ): "They are equal only when both are 0, and then nobody's order depends on the lap.",
+    (
+        "eviction.py", "SieveOrder._next_visit", "compare", "self._places[handle] > place",
+    ): "The hand's place is that of a victim, which has none any more, or 0, which is nobody's.",
     (
         "session.py", "", "compare", "RETRY_AFTER_MS_MIN < RETRY_AFTER_MS_MAX",
     ): "The relation of two constants, checked when the module is loaded; they are not equal.",

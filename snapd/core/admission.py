@@ -255,9 +255,9 @@ class Admission:
         victims = books.buffer.plan_eviction(
             ranks,
             sizes_bytes,
-            books.lru.oldest_first(),
+            books.victims.victims(),
             lambda handle: {rank: shard.extents for rank, shard in books.open[handle].shards.items()},
-            books.lru.evictable_bytes,
+            books.victims.evictable_bytes,
         )
         if victims is None:
             return e.Refused(Reason.SNAPSHOT_BUF_FULL, self._how_full(ranks), self._retry_after_ms())
@@ -269,7 +269,7 @@ class Admission:
     def _how_full(self, ranks: tuple[int, ...]) -> str:
         parts: list[str] = []
         for rank in ranks:
-            view = self._books.buffer.view(rank, self._books.lru.evictable_bytes(rank))
+            view = self._books.buffer.view(rank, self._books.victims.evictable_bytes(rank))
             parts.append(
                 f"arena {rank}: {view.free_bytes} bytes free, {view.evictable_bytes} evictable, "
                 f"{view.quarantined_bytes} in quarantine of {view.capacity_bytes}"

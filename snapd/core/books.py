@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from snapd.core import events as e
 from snapd.core.buffer import Buffer
 from snapd.core.directory import Directory
-from snapd.core.lru import LruIndex
+from snapd.core.eviction import Snapshot, VictimOrder, victim_order
 from snapd.core.records import Record
 from snapd.core.session import Session, Settings
 from snapd.core.slab import SlabAllocator
@@ -68,17 +68,27 @@ class Books:
     Attributes:
         open: attempts that have not ended, by handle.
         ended: the latest attempts that have, oldest first, for exact repeats of late messages.
-        lru: what can be evicted: READY, unleased, drained, and not waiting to be aborted.
+        victims: what can be evicted: READY, unleased, drained, and not waiting to be aborted.
         undrained: what could be, but that a write may still land: evicting it makes no room.
         handles_of_writer: attempts that a local process's exit is drain proof for.
     """
 
-    def __init__(self, settings: Settings, arenas: Mapping[int, SlabAllocator], alignment_bytes: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        arenas: Mapping[int, SlabAllocator],
+        alignment_bytes: int,
+        victims: VictimOrder | None = None,
+    ) -> None:
         self.settings = settings
         self.outbox = Outbox()
         self.buffer = Buffer(arenas, alignment_bytes)
         self.directory = Directory(settings.layouts_max, settings.session_history_max)
-        self.lru: LruIndex[int] = LruIndex()
+        self.victims: VictimOrder = (
+            victim_order(settings.eviction_policy, settings.session_history_max)
+            if victims is None
+            else victims
+        )
         self.undrained: set[int] = set()
         self.open: dict[int, Session] = {}
         self.ended: OrderedDict[int, Session] = OrderedDict()
@@ -96,24 +106,32 @@ class Books:
         """Return the attempt, open or remembered."""
         return self.open.get(handle) or self.ended.get(handle)
 
-    def touch(self, session: Session) -> None:
-        """Make a READY attempt the most recently used, and evictable once it is drained."""
+    def add_ready(self, session: Session) -> None:
+        """The attempt became READY, which counts as use."""
+        bytes_by_rank = {
+            rank: sum(extent.size_bytes for extent in shard.extents) for rank, shard in session.shards.items()
+        }
+        snapshot = Snapshot(session.key, session.token_start, session.num_tokens, bytes_by_rank)
+        self.victims.insert(session.handle, snapshot)
+        self.offer(session)
+
+    def offer(self, session: Session) -> None:
+        """Nobody reads a READY attempt: make it evictable, or let it be once it is drained."""
         if not session.is_drained:
             self.undrained.add(session.handle)
             return
         self.undrained.discard(session.handle)
-        self.lru.touch(
-            session.handle,
-            {
-                rank: sum(extent.size_bytes for extent in shard.extents)
-                for rank, shard in session.shards.items()
-            },
-        )
+        self.victims.offer(session.handle)
 
-    def keep_from_eviction(self, handle: int) -> None:
-        """The attempt is leased, or has ended."""
-        self.lru.discard(handle)
+    def withhold(self, handle: int) -> None:
+        """The attempt is leased: it is no victim until the lease has ended."""
+        self.victims.withhold(handle)
         self.undrained.discard(handle)
+
+    def forget(self, session: Session) -> None:
+        """The attempt has ended."""
+        self.victims.discard(session.handle, evicted=session.reason is Reason.EVICTED)
+        self.undrained.discard(session.handle)
 
     def forget_writer(self, writer_id: int, handle: int) -> None:
         """The writer's exit proves nothing more about this attempt."""

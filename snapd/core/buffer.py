@@ -86,11 +86,11 @@ class Buffer:
         self,
         ranks: Sequence[int],
         plane_sizes_bytes: PlaneSizes,
-        victims_oldest_first: Iterable[int],
+        victims: Iterable[int],
         extents_of: Callable[[int], Mapping[int, tuple[Extent, ...]]],
         evictable_bytes: Callable[[int], int],
     ) -> list[int] | None:
-        """Return which victims, oldest first, make room; None if evicting them all would not.
+        """Return which victims, in their order, make room; None if evicting them all would not.
 
         Nothing is changed. A victim that has no shard in an arena that lacks room is passed over.
         """
@@ -101,7 +101,7 @@ class Buffer:
             return None
         chosen: list[int] = []
         try:
-            for handle in victims_oldest_first:
+            for handle in victims:
                 extents_by_rank = extents_of(handle)
                 if not any(rank in extents_by_rank for rank in lacking):
                     continue

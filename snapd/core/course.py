@@ -174,7 +174,7 @@ class Course:
     def _bury(self, session: Session) -> None:
         """Move an ended attempt from the open ones to the bounded history."""
         books = self._books
-        books.keep_from_eviction(session.handle)
+        books.forget(session)
         books.directory.remove(session)
         books.page_keys_held -= len(session.page_keys)
         session.page_keys = ()  # The history keeps what a repeat needs, and page keys can be many.

@@ -70,7 +70,7 @@ class Lives(Course):
         older = directory.ready(session.key)
         self._enter(session, State.READY, Reason.OK)
         directory.make_ready(session)
-        self._books.touch(session)
+        self._books.add_ready(session)
         if older is not None:
             self._take(e.SupersededBy(at_ns=self._out.now_ns, slab_handle=older, newer_handle=session.handle))
 
@@ -173,8 +173,11 @@ class Lives(Course):
         now_ns = self._out.now_ns
         deadline_ns = now_ns + ms_to_ns(self._books.settings.lease_ms)
         lease = Lease(self._last_lease_id, session.round, now_ns, deadline_ns, conn_id)
+        if not session.is_leased:
+            # Once for all ranks: how many there are says nothing about how much it is wanted.
+            self._books.victims.use(session.handle)
         shard.lease = lease
-        self._books.keep_from_eviction(session.handle)
+        self._books.withhold(session.handle)
         self._out.record(
             r.LeaseGranted(
                 at_ns=now_ns,
@@ -307,12 +310,12 @@ class Lives(Course):
         if session.abort_wanted is not None:
             self._end(session, State.ABORTED, session.abort_wanted)
         else:
-            self._books.touch(session)
+            self._books.offer(session)
 
     def touch(self, session: Session, event: e.LookedUp) -> None:
         """READY: somebody found it by name or by prefix."""
         del event
-        self._settle(session)
+        self._books.victims.use(session.handle)
 
     # --- ending --------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from snapd.core.admission import Admission
 from snapd.core.books import Books
 from snapd.core.course import repeat_key
 from snapd.core.events import FINAL_STATES, State
+from snapd.core.eviction import VictimOrder
 from snapd.core.fsm import ABSORBED, REJECTED, TRANSITIONS
 from snapd.core.lives import Lives
 from snapd.core.quarantine import Quarantine
@@ -37,12 +38,18 @@ class Machine:
         settings: bounds and times.
         arenas: one empty allocator a rank.
         alignment_bytes: of the allocators; every plane starts on a multiple of it.
+        victims: an empty order of one's own, in place of the one that *settings* name.
     """
 
     def __init__(
-        self, settings: Settings, arenas: Mapping[int, SlabAllocator], *, alignment_bytes: int = 256
+        self,
+        settings: Settings,
+        arenas: Mapping[int, SlabAllocator],
+        *,
+        alignment_bytes: int = 256,
+        victims: VictimOrder | None = None,
     ) -> None:
-        self.books = Books(settings, arenas, alignment_bytes)
+        self.books = Books(settings, arenas, alignment_bytes, victims)
         self._out = self.books.outbox
         self._quarantine = Quarantine(self.books)
         self._lives = Lives(self.books, self._quarantine, self._take)
@@ -145,7 +152,7 @@ class Machine:
     def num_leased(self) -> int:
         """Attempts that a rank reads: they are READY, and cannot be evicted."""
         books = self.books
-        return len(books.open) - books.directory.num_writing - len(books.lru) - len(books.undrained)
+        return len(books.open) - books.directory.num_writing - len(books.victims) - len(books.undrained)
 
     def view(self, handle: int) -> SessionView | None:
         """Return an attempt for an operator, or None."""
@@ -175,7 +182,7 @@ class Machine:
             bytes_ingested=books.bytes_ingested,
             is_draining=books.is_draining,
             arenas=tuple(
-                books.buffer.view(rank, books.lru.evictable_bytes(rank)) for rank in books.buffer.ranks
+                books.buffer.view(rank, books.victims.evictable_bytes(rank)) for rank in books.buffer.ranks
             ),
         )
 
@@ -192,15 +199,15 @@ class Machine:
             for rank, shard in session.shards.items():
                 owned.setdefault(rank, []).extend(shard.extents)
             is_idle = session.state is State.READY and not session.is_leased
-            if (handle in books.lru) != (is_idle and session.is_drained):
+            if (handle in books.victims) != (is_idle and session.is_drained):
                 raise InvariantBroken(f"attempt {handle}: whether it is evictable is wrong")
             if (handle in books.undrained) != (is_idle and not session.is_drained):
                 raise InvariantBroken(f"attempt {handle}: whether only drain proof is missing is wrong")
         books.buffer.validate(owned)
-        books.lru.validate()
+        books.victims.validate()
         if not books.undrained <= books.open.keys():
             raise InvariantBroken("something that is not open waits for drain proof")
-        if len(books.lru) != sum(1 for handle in books.open if handle in books.lru):
+        if len(books.victims) != sum(1 for handle in books.open if handle in books.victims):
             raise InvariantBroken("something that is not open is evictable")
         for handle, session in books.ended.items():
             if session.state not in FINAL_STATES or any(
@@ -217,6 +224,8 @@ class Machine:
             raise InvariantBroken("more page keys are held than page_keys_total_max")
         writing = {h: s for h, s in books.open.items() if s.state is not State.READY}
         ready = {h: s for h, s in books.open.items() if s.state is State.READY}
+        if set(books.victims.handles()) != ready.keys():
+            raise InvariantBroken("the order of victims does not know exactly what is READY")
         books.directory.validate(writing, ready)
         for writer_id, handles in books.handles_of_writer.items():
             if not handles or not handles <= books.open.keys() | books.buffer.quarantine.keys():

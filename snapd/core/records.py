@@ -33,7 +33,11 @@ class ArenaInfo(msgspec.Struct, frozen=True):
 
 
 class DaemonStarted(_Record, frozen=True, kw_only=True, tag="daemon.started"):
-    """A new epoch: every arena is empty."""
+    """A new epoch: every arena is empty.
+
+    Attributes:
+        eviction_policy: absent in logs of versions that had one only, which is ``lru``.
+    """
 
     version: str
     protocol: int
@@ -42,6 +46,7 @@ class DaemonStarted(_Record, frozen=True, kw_only=True, tag="daemon.started"):
     arenas: tuple[ArenaInfo, ...]
     former_epoch: str = ""
     closed_attempts: int = 0
+    eviction_policy: str = ""
 
 
 class DaemonStopped(_Record, frozen=True, kw_only=True, tag="daemon.stopped"):

@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from snapd.core.events import PlaneChecksums, Result, State
+from snapd.core.eviction import PolicyName
 from snapd.core.slab import Extent
 from snapd.errors import Reason
 from snapd.layout import Layout, plane_offsets_bytes, snapshot_bytes
@@ -22,7 +23,7 @@ STARTER: Final = -2
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds and times of the core. The units are in the names; the meanings in ``config.py``."""
+    """Bounds, times and the policy of the core. The units are in the names; the meanings in ``config.py``."""
 
     reserve_timeout_ms: int = 10_000
     transfer_timeout_ms: int = 30_000
@@ -38,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     page_keys_total_max: int = 500_000
     session_id_bytes_max: int = 512
     num_tokens_max: int = 16_777_216
+    eviction_policy: PolicyName = "lru"
 
 
 def transfer_time_ns(num_bytes: int, min_mb_per_s: int) -> int:

@@ -8,6 +8,7 @@ from log_checker import LogChecker
 from snapd.core import events as e
 from snapd.core import records as r
 from snapd.core.events import State
+from snapd.core.eviction import VictimOrder
 from snapd.core.machine import Machine
 from snapd.core.session import Session, Settings
 from snapd.core.slab import SlabAllocator
@@ -49,12 +50,13 @@ class Driver:
         units: int = 8,
         layouts: Sequence[Layout] = (TWO_PLANES,),
         piece_units: int = 0,
-        **settings: int,
+        victims: VictimOrder | None = None,
+        **settings: Any,
     ) -> None:
         self.ranks = tuple(range(ranks))
         self.settings = Settings(**settings)
         arenas = {rank: SlabAllocator(units * UNIT, piece_bytes=piece_units * UNIT) for rank in self.ranks}
-        self.machine = Machine(self.settings, arenas)
+        self.machine = Machine(self.settings, arenas, victims=victims)
         self.log = LogChecker(dict.fromkeys(self.ranks, units * UNIT), UNIT)
         self.now_ns = 1_000_000_000
         self.cause_id = 0
@@ -297,9 +299,10 @@ def fingerprint_of(machine: Machine) -> tuple[object, ...]:
         [(rank, repr(list(a.live())), repr(list(a.holes()))) for rank, a in buffer.arenas.items()],
         repr(buffer.quarantine),
         repr(buffer._quarantined_bytes),
-        list(books.lru.oldest_first()),
+        list(books.victims.victims()),
+        repr(vars(books.victims)),
         sorted(books.undrained),
-        [books.lru.evictable_bytes(rank) for rank in buffer.ranks],
+        [books.victims.evictable_bytes(rank) for rank in buffer.ranks],
         repr(directory.layouts),
         repr(directory._hints),
         repr((directory._writing, directory._ready, directory._by_page)),

@@ -378,7 +378,7 @@ def test_what_was_used_is_kept(make: Make, use: str) -> None:
             assert drive.look_up(page_keys=("p",)).slab_handle == first
         case "lease":
             drive.vote_no(first, 0, drive.lease(first).lease_id, Reason.INGEST_FAILED, keep=True)
-    assert list(drive.machine.books.lru.oldest_first()) == [second, first]
+    assert list(drive.machine.books.victims.victims()) == [second, first]
     for name in ("x", "y"):
         drive.reserved(name)
     drive.reserved("z")
@@ -390,7 +390,7 @@ def test_a_lookup_does_not_make_a_leased_snapshot_evictable(make: Make) -> None:
     handle = drive.ready()
     drive.lease(handle)
     assert unchanged(drive, lambda: drive.look_up("s")).slab_handle == handle
-    assert handle not in drive.machine.books.lru
+    assert handle not in drive.machine.books.victims
 
 
 def test_only_ready_and_unleased_snapshots_are_victims(make: Make) -> None:

@@ -261,11 +261,11 @@ def test_a_no_with_keep_ends_the_round_and_leaves_the_snapshot_ready(
     if ranks > 1:
         assert drive.answer(waits) == decided, "the same answer for all"
     assert drive.state(handle) is State.READY
-    assert (handle in drive.machine.books.lru) is (ranks < 3), "rank 2 still reads"
+    assert (handle in drive.machine.books.victims) is (ranks < 3), "rank 2 still reads"
     if ranks > 2:
         late = drive.vote(handle, 2, ids[2])
         assert late == e.Decided(commit=False, reason=Reason.ROUND_ABORTED, state=State.READY)
-        assert handle in drive.machine.books.lru
+        assert handle in drive.machine.books.victims
     assert not drive.logged(r.SyncOutcome)
     ids = leases(drive, handle)
     assert {x.round for x in drive.logged(r.LeaseGranted) if x.lease_id in ids.values()} == {2}
@@ -393,7 +393,7 @@ def test_a_lease_that_is_over_is_revoked_and_its_vote_refused(make: Make) -> Non
     (ended,) = drive.logged(r.LeaseEnded)
     assert (ended.ok, ended.reason, ended.duration_ms) == (False, Reason.LEASE_EXPIRED, 10_000)
     assert refused(unchanged(drive, lambda: drive.vote(handle, 0, lease_id)), Reason.LEASE_EXPIRED)
-    assert handle in drive.machine.books.lru, "it can be evicted again"
+    assert handle in drive.machine.books.victims, "it can be evicted again"
     again = drive.lease(handle).lease_id
     assert drive.session(handle).round == 2
     assert drive.vote(handle, 0, again).commit

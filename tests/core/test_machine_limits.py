@@ -11,6 +11,7 @@ from snapd.core.books import Books, Outbox
 from snapd.core.buffer import Buffer, Quarantined
 from snapd.core.directory import Directory
 from snapd.core.events import State
+from snapd.core.eviction import Snapshot
 from snapd.core.machine import Machine
 from snapd.core.session import RETRY_AFTER_MS_MAX, RETRY_AFTER_MS_MIN, Settings, transfer_time_ns
 from snapd.core.slab import Extent, SlabAllocator
@@ -19,6 +20,7 @@ from snapd.layout import fingerprint
 from snapd.units import MB
 
 Make = Callable[..., Driver]
+NOTHING = Snapshot(("", ""), 0, 0, {})
 
 
 def test_the_defaults_are_those_of_the_design() -> None:
@@ -241,7 +243,7 @@ def test_a_plan_of_eviction_changes_nothing(make: Make) -> None:
 
     def plan(units: int) -> list[int] | None:
         return buffer.plan_eviction(
-            (0, 1), (256,) * units, books.lru.oldest_first(), extents_of, books.lru.evictable_bytes
+            (0, 1), (256,) * units, books.victims.victims(), extents_of, books.victims.evictable_bytes
         )
 
     oldest_first = list(books.open)
@@ -395,7 +397,7 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
     "undrained and forgotten": (
         lambda m, en, rs, rd, ls: (
             setattr(m.books.open[rd].shards[0], "is_drained", False),
-            m.books.lru.discard(rd),
+            m.books.victims.discard(rd),
         ),
         "whether only drain proof is missing",
     ),
@@ -411,14 +413,28 @@ SPOILERS: dict[str, tuple[Callable[..., object], str]] = {
         lambda m, en, rs, rd, ls: m.books.undrained.add(77),
         "not open waits for drain proof",
     ),
-    "not evictable": (lambda m, en, rs, rd, ls: m.books.lru.discard(rd), "whether it is evictable"),
-    "evictable": (lambda m, en, rs, rd, ls: m.books.lru.touch(ls, {}), "whether it is evictable"),
+    "not evictable": (lambda m, en, rs, rd, ls: m.books.victims.discard(rd), "whether it is evictable"),
+    "evictable": (lambda m, en, rs, rd, ls: m.books.victims.offer(ls), "whether it is evictable"),
     "evictable and reserved": (
-        lambda m, en, rs, rd, ls: m.books.lru.touch(rs, {}),
+        lambda m, en, rs, rd, ls: (m.books.victims.insert(rs, NOTHING), m.books.victims.offer(rs)),
         "whether it is evictable",
     ),
-    "evictable and unknown": (lambda m, en, rs, rd, ls: m.books.lru.touch(77, {}), "not open is evictable"),
-    "lru sums": (lambda m, en, rs, rd, ls: m.books.lru._evictable_bytes.update({0: 1}), "evictable bytes"),
+    "evictable and unknown": (
+        lambda m, en, rs, rd, ls: (m.books.victims.insert(77, NOTHING), m.books.victims.offer(77)),
+        "not open is evictable",
+    ),
+    "in the order and reserved": (
+        lambda m, en, rs, rd, ls: m.books.victims.insert(rs, NOTHING),
+        "does not know exactly what is READY",
+    ),
+    "ready and not in the order": (
+        lambda m, en, rs, rd, ls: m.books.victims.discard(ls),
+        "does not know exactly what is READY",
+    ),
+    "victims' sums": (
+        lambda m, en, rs, rd, ls: m.books.victims._evictable_bytes.update({0: 1}),
+        "evictable bytes",
+    ),
     "ended state": (
         lambda m, en, rs, rd, ls: setattr(m.books.ended[en], "state", State.READY),
         "has ended and holds something",

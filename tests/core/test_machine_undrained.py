@@ -231,7 +231,7 @@ def test_proof_while_ready_is_remembered(make: Make, how: str, leased: bool) -> 
             assert drive.drained(handle) == e.Accepted(State.READY)
         case _:
             assert drive.drained(handle, rank=0) == drive.drained(handle, rank=1) == e.Accepted(State.READY)
-    assert (handle in drive.machine.books.lru) is not leased
+    assert (handle in drive.machine.books.victims) is not leased
     ingest(drive, handle)
     assert freed(drive, handle) == [(0, "live", "final"), (1, "live", "final")]
     assert not drive.tells[0].drain_wanted
@@ -334,13 +334,13 @@ def test_proof_makes_it_a_victim_the_most_recently_used(make: Make, how: str) ->
         drive.tell(e.WriterGone, writer_id=5)
     else:
         drive.drained(first, rank=1)
-    assert list(drive.machine.books.lru.oldest_first()) == [*others, first]
+    assert list(drive.machine.books.victims.victims()) == [*others, first]
     assert evictable(drive) == [8, 8]
     drive.look_up("b")
     unchanged(drive, lambda: drive.drained(first))
     unchanged(drive, lambda: drive.drained(first, rank=0))
     unchanged(drive, lambda: drive.tell(e.WriterGone, writer_id=5))
-    assert list(drive.machine.books.lru.oldest_first())[-1] == others[0], "proof twice is no use"
+    assert list(drive.machine.books.victims.victims())[-1] == others[0], "proof twice is no use"
 
 
 @pytest.mark.parametrize("use", ["lookup", "lease"])

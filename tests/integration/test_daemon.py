@@ -108,13 +108,14 @@ def test_with_allowed_uids_others_get_to_the_socket_and_see_nothing_else(
 
 
 def test_the_log_begins_with_what_was_started(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(ranks=2)
+    daemon = start_daemon(ranks=2, eviction_policy="gdsf")
     wait_for(lambda: log_events(daemon.log_path), "the first line is written")
     (started,) = [line.record for line in log_events(daemon.log_path)]
     assert isinstance(started, r.DaemonStarted)
     assert started.pid == daemon.process.pid
     assert [(arena.rank, arena.size_bytes) for arena in started.arenas] == [(0, 16 << 20), (1, 16 << 20)]
     assert started.former_epoch == ""
+    assert started.eviction_policy == "gdsf"
     (ready,) = messages(daemon.stderr, "ready")
     assert '"size":"32 MiB"' in ready
 
