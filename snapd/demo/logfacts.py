@@ -1,4 +1,4 @@
-"""What the event log says about a run, and whether the log holds together."""
+"""What the event log says about a run, and whether the log holds together: see ``forensics.proof``."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,6 +10,7 @@ from snapd.core import records as r
 from snapd.core.events import State
 from snapd.errors import Reason
 from snapd.eventlog import Line, decode_line
+from snapd.forensics.proof import Proof, Violation, Where
 
 
 class AttemptFacts(msgspec.Struct):
@@ -57,17 +58,20 @@ class LogFacts:
         self.leases_expired = 0
         self.faults: list[str] = []
         self._refused = 0
-        self._until_ns: dict[tuple[int, int], int] = {}
         self._held_bytes: Counter[tuple[int, int]] = Counter()
         self._spent_ms: defaultdict[str, list[float]] = defaultdict(list)
+        proof = Proof()
         for number, raw in enumerate(path.read_bytes().splitlines(), 1):
             line = decode_line(raw)
-            if not isinstance(line, Line):
+            proof.feed(line, Where(path.name, number))
+            if isinstance(line, Line):
+                self._take(line.record)
+            else:
                 self.faults.append(f"line {number} of the log is not understood")
-                continue
-            if line.header.seq != number:
-                self.faults.append(f"line {number} of the log has seq {line.header.seq}")
-            self._take(line.record)
+        report = proof.finish()
+        self.faults += map(_sentence, report.violations)
+        if not report.is_beginning_known:
+            self.faults.append("the log does not begin with the start of the daemon")
         self._check()
 
     @property
@@ -130,14 +134,10 @@ class LogFacts:
                 self._held_bytes[record.slab_handle, record.rank] += _extent_bytes(record)
             case r.SlabQuarantined():
                 self._attempt(record).quarantined_bytes += _extent_bytes(record)
-                self._until_ns[record.slab_handle, record.rank] = record.until_ns
             case r.SlabReleased():
                 attempt = self._attempt(record)
                 attempt.released_bytes += _extent_bytes(record)
                 attempt.released_why.add(record.why)
-                is_early = record.at_ns < self._until_ns.get((record.slab_handle, record.rank), 0)
-                if record.why == "time" and is_early:
-                    self.faults.append(f"attempt {record.slab_handle} left the quarantine before its time")
                 self._held_bytes[record.slab_handle, record.rank] -= _extent_bytes(record)
             case r.LeaseEnded(reason=Reason.LEASE_EXPIRED):
                 self.leases_expired += 1
@@ -147,7 +147,7 @@ class LogFacts:
                 pass
 
     def _attempt(self, record: r.SessionTransition | r.SlabQuarantined | r.SlabReleased) -> AttemptFacts:
-        """Return the attempt, also when its first line is missing: ``_check`` says so then."""
+        """Return the attempt, also when its first line is missing: the proof says so then."""
         return self.attempts.setdefault(record.slab_handle, AttemptFacts(record.session_id))
 
     def _take_outcome(self, record: r.SyncOutcome) -> None:
@@ -155,23 +155,22 @@ class LogFacts:
         if not record.slab_handle:
             return
         attempt = self.attempts.get(record.slab_handle)
-        if attempt is None or attempt.outcome is not None:
-            self.faults.append(f"attempt {record.slab_handle} has an outcome too many")
-        else:
+        if attempt is not None and attempt.outcome is None:
             attempt.outcome = record
 
     def _check(self) -> None:
+        """Nothing is left at the end, which is more than the proof of a log that goes on can say."""
         for handle, attempt in self.attempts.items():
             if attempt.outcome is None:
                 self.faults.append(f"attempt {handle} of {attempt.session_id} has no outcome")
-        refusals = sum(1 for outcome in self.outcomes if not outcome.slab_handle)
-        if refusals != self._refused:
-            self.faults.append(f"{self._refused} prepares were refused and {refusals} have an outcome")
         for (handle, rank), held_bytes in self._held_bytes.items():
             if held_bytes:
                 self.faults.append(f"attempt {handle} still holds {held_bytes} bytes of arena {rank}")
-        if any(outcome.ok != (outcome.reason is Reason.OK) for outcome in self.outcomes):
-            self.faults.append("an outcome is ok for another reason than ok")
+
+
+def _sentence(violation: Violation) -> str:
+    lines = ", ".join(str(line.line_no) for line in violation.lines)
+    return f"{violation.message} ({violation.kind}, lines {lines})"
 
 
 def _extent_bytes(record: r.SlabAllocated | r.SlabQuarantined | r.SlabReleased) -> int:

@@ -338,8 +338,7 @@ def settle(daemon: Any, follower: LogFollower) -> None:
             return is_all_free(core) and core.open_sessions == 0 and follower.agrees_with(core)
 
         wait_for(is_settled, "every byte is free and the log agrees")
-        assert follower.checker is not None
-        follower.checker.end()
+        follower.end()
 
 
 # --- the log -----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -21,12 +20,8 @@ from snapd.core import records as r
 from snapd.core.session import Statistics
 from snapd.errors import Reason
 from snapd.eventlog import Line, decode_line
+from snapd.forensics.proof import Proof, Where
 from snapd.layout import Layout, Namespace
-
-HERE = Path(__file__).parent
-if str(HERE.parent / "core") not in sys.path:
-    sys.path.append(str(HERE.parent / "core"))
-from log_checker import LogChecker  # noqa: E402
 
 T = TypeVar("T")
 M = TypeVar("M", bound=w.Reply)
@@ -252,9 +247,8 @@ class LogFollower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
-        self._seq = 0
         self.lines: list[Line] = []
-        self.checker: LogChecker | None = None
+        self.proof = Proof()
 
     def follow(self) -> None:
         """Take the lines that have come since."""
@@ -266,35 +260,26 @@ class LogFollower:
         for raw in whole.splitlines():
             line = decode_line(raw)
             assert isinstance(line, Line), line
-            self._seq += 1
-            assert line.header.seq == self._seq
             self.lines.append(line)
-            match line.record:
-                case r.DaemonStarted():
-                    sizes_bytes = {arena.rank: arena.size_bytes for arena in line.record.arenas}
-                    self.checker = LogChecker(sizes_bytes, line.record.arenas[0].alignment_bytes)
-                case r.DaemonStopped():
-                    pass
-                case _:
-                    assert self.checker is not None
-                    self.checker.feed(line.record)
+            self.proof.feed(line, Where(str(self._path), len(self.lines)))
+        assert not self.proof.violations, self.proof.violations
 
     def agrees_with(self, core: Statistics) -> bool:
         """The log tells the same story as the counters: one outcome for each, and the same map."""
-        checker = self.checker
-        assert checker is not None
-        for arena in core.arenas:
-            held = checker.arenas[arena.rank]
-            live_bytes = sum(item.extent.size_bytes for item in held if not item.why)
-            quarantined_bytes = sum(item.extent.size_bytes for item in held if item.why)
-            if (arena.live_bytes, arena.quarantined_bytes) != (live_bytes, quarantined_bytes):
-                return False
-        is_open = [attempt for attempt in checker.attempts.values() if not attempt.has_outcome]
+        books, report = self.proof.books(), self.proof.finish()
+        assert report.is_whole, report
+        arenas = [(arena.rank, arena.live_bytes, arena.quarantined_bytes) for arena in core.arenas]
         return (
-            core.outcomes_by_reason == dict(checker.outcomes)
-            and core.attempts == len(checker.attempts)
-            and core.open_sessions == len(is_open)
+            arenas == [(arena.rank, arena.live_bytes, arena.quarantined_bytes) for arena in books.arenas]
+            and core.outcomes_by_reason == report.outcomes
+            and core.attempts == books.attempts
+            and core.open_sessions == len(books.open)
         )
+
+    def end(self) -> None:
+        """Nothing is left: every attempt has ended, every lease too, and every byte is free."""
+        books = self.proof.books()
+        assert not (books.open or books.leases or any(books.extents.values())), books
 
 
 class Stage:
