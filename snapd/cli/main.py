@@ -51,7 +51,9 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "drain": LazyCommand("snapd.cli.drain:drain", "Take no new attempts, or take them again."),
     "doctor": LazyCommand("snapd.cli.doctor:doctor", "Say what works on this machine, and what to do."),
     "config": LazyCommand("snapd.cli.config:config", "Print the configuration and where it comes from."),
+    "forensics": LazyCommand("snapd.cli.forensics:forensics", "Say what an event log tells, and prove it."),
     "demo": LazyCommand("snapd.cli.demo:demo", "Play a trace: a daemon, D workers and P ranks, real bytes."),
+    "replay": LazyCommand("snapd.cli.replay:replay", "Run a trace through models of P and D."),
 }
 
 
