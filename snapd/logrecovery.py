@@ -69,6 +69,7 @@ class OpenAttempt(msgspec.Struct, frozen=True, kw_only=True):
     reserved_ms: float
     transferring_ms: float
     ready_ms: float
+    peer: str = ""
 
 
 class FormerEpoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +157,7 @@ def closing_records(former: FormerEpoch, at_ns: int) -> list[Record]:
                 transferring_ms=attempt.transferring_ms,
                 ready_ms=attempt.ready_ms,
                 former_epoch=attempt.epoch,
+                peer=attempt.peer,
             )
         )
     return records
@@ -169,9 +171,11 @@ class _Open:
         self.last: SessionTransition
         self.entered: list[tuple[str, float]] = []
         self.spent_ms: dict[str, float] = {}
+        self.peer = ""
 
     def enter(self, record: SessionTransition, ts: float) -> None:
         self.last = record
+        self.peer = self.peer or record.peer
         self.entered.append((record.to_state, ts))
         if record.from_state:
             self.spent_ms[record.from_state] = max(record.duration_ms, 0.0)
@@ -193,6 +197,7 @@ class _Open:
             reserved_ms=spent_ms.get(State.RESERVED, 0.0),
             transferring_ms=spent_ms.get(State.TRANSFERRING, 0.0),
             ready_ms=spent_ms.get(State.READY, 0.0),
+            peer=self.peer,
         )
 
 

@@ -149,11 +149,13 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         conn_id: never used again in this epoch.
+        label: what the client calls itself, else its process; for the log.
         watched_session_id: which session's transitions it wants; empty: all.
     """
 
     def __init__(self, server: Server, conn_id: int) -> None:
         self.conn_id = conn_id
+        self.label = ""
         self.watched_session_id = ""
         self._server = server
         self._config = server.config
@@ -187,6 +189,7 @@ class Connection(asyncio.Protocol):
             server.warnings.warn("peer unknown", error=error.strerror)
             self._refuse_connection(Reason.LIMIT_REACHED, f"the peer cannot be looked at: {error.strerror}")
             return
+        self.label = f"pid {self._peer.pid}"
         if self._peer.uid not in server.allowed_uids:
             server.warnings.warn("peer refused", uid=self._peer.uid, pid=self._peer.pid)
             detail = f"user {self._peer.uid} is not in allowed_uids"

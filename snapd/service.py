@@ -22,6 +22,8 @@ from snapd.executor import Executor
 from snapd.layout import Layout
 from snapd.units import NS_PER_MS
 
+# What a client may call itself; the rest is cut off.
+LABEL_CHARS_MAX: Final = 64
 _SHOWN_LIMITS: Final = (
     "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
     "page_keys_total_max", "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max",
@@ -38,6 +40,8 @@ class Caller(Protocol):
     """Whoever sends requests over one connection."""
 
     conn_id: int
+    # What it calls itself, else its process.
+    label: str
 
     def send(self, message: w.AnyReply) -> None:
         """Answer; does nothing once the caller is gone."""
@@ -120,6 +124,8 @@ class Service:
             detail = f"the daemon speaks protocol {w.PROTOCOL_VERSION}, the client {request.protocol}"
             caller.send(w.ErrorRep(id=request.id, reason=Reason.INVALID_REQUEST, detail=detail))
             return
+        if request.client:
+            caller.label = request.client[:LABEL_CHARS_MAX]
         config = self._config
         caller.send(
             w.HelloRep(
@@ -177,6 +183,7 @@ class Service:
                 use_resident_hint=request.use_resident_hint,
                 conn_id=caller.conn_id,
                 writer_id=writer_id,
+                peer=caller.label,
             )
 
         def on_result(result: e.Result) -> None:

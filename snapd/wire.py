@@ -64,7 +64,11 @@ class HandleRequest(Request, frozen=True, kw_only=True):
 
 
 class HelloReq(Request, frozen=True, kw_only=True):
-    """The first request of a connection."""
+    """The first request of a connection.
+
+    Attributes:
+        client: what the client calls itself, such as the worker's name; in the log as ``peer``.
+    """
 
     protocol: int = PROTOCOL_VERSION
     client: str = ""

@@ -95,6 +95,7 @@ class Admission:
             created_ns=event.at_ns,
             state=State.RESERVED,
             state_since_ns=event.at_ns,
+            peer=event.peer,
         )
         self._begin(session, hint_tokens)
 
@@ -156,6 +157,7 @@ class Admission:
                 token_start=session.token_start,
                 bytes=session.total_bytes,
                 duration_ms=0.0,
+                peer=session.peer,
             )
         )
         for shard in session.shards.values():
@@ -318,6 +320,7 @@ class Admission:
                 reserved_ms=0.0,
                 transferring_ms=0.0,
                 ready_ms=0.0,
+                peer=event.peer,
             )
         )
         out.refuse(refusal.reason, refusal.detail, refusal.retry_after_ms)

@@ -205,6 +205,7 @@ class Course:
                 transferring_ms=spent_ms.get(State.TRANSFERRING, 0.0),
                 ready_ms=spent_ms.get(State.READY, 0.0),
                 ranks=tuple(session.shards),
+                peer=session.peer,
             )
         )
 

@@ -209,6 +209,7 @@ class PrepareAsked(Event, frozen=True, kw_only=True):
         use_resident_hint: leave out what P is believed to hold already.
         conn_id: who is told how the attempt ends.
         writer_id: the local process that makes every write, if there is just one; else 0.
+        peer: what D calls itself, for the records.
     """
 
     slab_handle: int
@@ -222,6 +223,7 @@ class PrepareAsked(Event, frozen=True, kw_only=True):
     use_resident_hint: bool = False
     conn_id: int = 0
     writer_id: int = 0
+    peer: str = ""
 
 
 class LookupAsked(Event, frozen=True, kw_only=True):

@@ -79,6 +79,7 @@ class SessionTransition(_Record, frozen=True, kw_only=True, tag="session.transit
 
     Attributes:
         from_state: empty for a new attempt.
+        peer: what D calls itself, else its process; on a new attempt's first line only.
         duration_ms: time spent in *from_state*.
         newer_handle: the attempt that took over, when superseded or evicted for it.
         former_epoch: the attempt belongs to that epoch, which ended without closing it.
@@ -95,6 +96,7 @@ class SessionTransition(_Record, frozen=True, kw_only=True, tag="session.transit
     duration_ms: float
     newer_handle: int = 0
     former_epoch: str = ""
+    peer: str = ""
 
 
 class SlabAllocated(_Record, frozen=True, kw_only=True, tag="slab.allocated"):
@@ -179,6 +181,7 @@ class SyncOutcome(_Record, frozen=True, kw_only=True, tag="sync.outcome"):
     Attributes:
         slab_handle: absent for a refusal.
         reserved_ms, transferring_ms, ready_ms: time spent in each state.
+        peer: what D calls itself, else its process.
     """
 
     session_id: str
@@ -194,6 +197,7 @@ class SyncOutcome(_Record, frozen=True, kw_only=True, tag="sync.outcome"):
     slab_handle: int = 0
     ranks: tuple[int, ...] = ()
     former_epoch: str = ""
+    peer: str = ""
 
 
 class EventsDropped(_Record, frozen=True, kw_only=True, tag="events.dropped"):

@@ -100,6 +100,7 @@ class Session:
         round: number of the ingest round; every round that ends without a commit raises it.
         abort_wanted: why it ends as soon as nobody holds a lease.
         answers: first answers by repeat key, for exact repeats.
+        peer: what D calls itself.
     """
 
     handle: int
@@ -122,6 +123,7 @@ class Session:
     abort_wanted: Reason | None = None
     newer_handle: int = 0
     answers: dict[tuple[object, ...], Result] = field(default_factory=dict)
+    peer: str = ""
 
     @property
     def session_id(self) -> str:

@@ -319,6 +319,21 @@ def test_no_ready_snapshot_is_evicted_for_what_is_too_large(make: Make) -> None:
     assert drive.state(handle) is State.READY
 
 
+def test_the_log_says_who_asked_where_an_attempt_begins_and_ends_and_in_a_refusal(make: Make) -> None:
+    drive = make(1)
+    drive.prepare("s", peer="d3")
+    drive.post(e.AbortAsked, slab_handle=drive.handle, drained=True)
+    drive.prepare("s", num_tokens=0, peer="d4")
+    said = [
+        (type(record), record.peer)
+        for record in drive.records
+        if isinstance(record, r.SessionTransition | r.SyncOutcome)
+    ]
+    assert said == [
+        (r.SessionTransition, "d3"), (r.SessionTransition, ""), (r.SyncOutcome, "d3"), (r.SyncOutcome, "d4"),
+    ]  # fmt: skip
+
+
 def test_a_prepare_without_a_cause_still_works(make: Make) -> None:
     """Nobody waits for an answer, so none is given, and no refusal is counted."""
     drive = make(1)

@@ -30,10 +30,11 @@ from raw_client import (
 )
 
 from snapd import wire as w
+from snapd.client import Client
 from snapd.config import load_config
 from snapd.core import records as r
 from snapd.daemon import run
-from snapd.errors import Reason, StartupError
+from snapd.errors import Reason, RequestError, StartupError
 from snapd.logrecovery import read_open_attempts
 
 StartDaemon = Callable[..., Any]
@@ -118,6 +119,20 @@ def test_the_log_begins_with_what_was_started(start_daemon: StartDaemon) -> None
     assert started.eviction_policy == "gdsf"
     (ready,) = messages(daemon.stderr, "ready")
     assert '"size":"32 MiB"' in ready
+
+
+def test_the_log_says_which_d_asked_by_its_name_or_by_its_process(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon()
+    for name in ("decode-3", "", "x" * 70):
+        with Client(str(daemon.socket_path), name=name) as client, pytest.raises(RequestError):
+            client.prepare_receive("chat", 0, "nobody's layout")
+
+    def peers() -> list[str]:
+        records = (line.record for line in log_events(daemon.log_path))
+        return [record.peer for record in records if isinstance(record, r.SyncOutcome)]
+
+    wait_for(lambda: len(peers()) == 3, "all outcomes are written")
+    assert peers() == ["decode-3", f"pid {os.getpid()}", "x" * 64]
 
 
 def test_a_stale_socket_file_is_replaced(start_daemon: StartDaemon) -> None:

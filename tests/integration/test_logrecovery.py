@@ -93,14 +93,14 @@ def test_without_a_log_or_with_an_empty_one_there_is_nothing_to_close(tmp_path: 
 
 def test_an_attempt_without_an_outcome_is_open_and_its_times_are_those_of_the_log(tmp_path: Path) -> None:
     write(
-        tmp_path / "log", "e1", started(), step(1, "RESERVED"), step(2, "RESERVED"),
+        tmp_path / "log", "e1", started(), step(1, "RESERVED", peer="d3"), step(2, "RESERVED"),
         step(1, "TRANSFERRING", 1250.5), step(2, "TRANSFERRING"), outcome(2), *ONE_OF_EACH[4:9],
     )  # fmt: skip
     former = read_open_attempts(str(tmp_path / "log"), KEEP)
     attempt = OpenAttempt(
         epoch="e1", session_id="s1", slab_handle=1, state="TRANSFERRING", reason=Reason.OK,
         num_tokens=10, token_start=3, bytes=4096, entered=(("RESERVED", 1002.0), ("TRANSFERRING", 1004.0)),
-        ended_ts=1011.0, reserved_ms=1250.5, transferring_ms=7000.0, ready_ms=0.0,
+        ended_ts=1011.0, reserved_ms=1250.5, transferring_ms=7000.0, ready_ms=0.0, peer="d3",
     )  # fmt: skip
     assert former == FormerEpoch(epoch="e1", ended_ts=1011.0, attempts=(attempt,))
     assert closing_records(former, 77) == [
@@ -109,7 +109,7 @@ def test_an_attempt_without_an_outcome_is_open_and_its_times_are_those_of_the_lo
         rec.SyncOutcome(
             at_ns=77, session_id="s1", slab_handle=1, ok=False, reason=Reason.DAEMON_RESTARTED, num_tokens=10,
             token_start=3, bytes=4096, duration_ms=8250.5, reserved_ms=1250.5, transferring_ms=7000.0,
-            ready_ms=0.0, former_epoch="e1",
+            ready_ms=0.0, former_epoch="e1", peer="d3",
         ),
     ]  # fmt: skip
 
