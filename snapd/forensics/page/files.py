@@ -1,0 +1,35 @@
+"""A file is replaced as a whole, or stays what it was."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+_PUBLIC_MODE = 0o666
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write *content* beside *path* and move it there.
+
+    Anything that is no ordinary file, such as /dev/stdout, is written to instead.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    # Through a link: what it points to is replaced, the link stays.
+    path = path.resolve()
+    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(beside).chmod(_PUBLIC_MODE & ~umask)
+        Path(beside).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(beside).unlink()
+        raise

@@ -1,0 +1,320 @@
+"""The command: what it prints, and how it ends."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from forensics_logs import TS, Writer, loaded, write_old
+
+from snapd.cli.forensics import parse_when
+from snapd.cli.main import run
+from snapd.forensics import loading
+from snapd.forensics import tables as tables_module
+
+LOG = "d-to-p-sync.jsonl"
+
+
+@pytest.fixture
+def small_log(tmp_path: Path) -> Path:
+    """Three attempts of two sessions, one of which is evicted, and a refusal."""
+    writer = Writer()
+    writer.start()
+    writer.life(1, peer="d0:7")
+    writer.life(2, "evicted")
+    writer.life(3)
+    writer.refuse("s3")
+    writer.stop()
+    path = tmp_path / LOG
+    path.write_bytes(writer.text())
+    return path
+
+
+def old_log(path: Path) -> Path:
+    return write_old(path, [{"ok": False, "reason": "alloc-failed", "session": f"s{n}"} for n in range(40)])
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    assert run(["forensics", *map(str, arguments)]) == status
+    return capsys.readouterr().out
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> Any:
+    return json.loads(output_of(capsys, *arguments, "--json", status=status))
+
+
+def test_a_report_has_every_part(made_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, made_log)
+    assert "12,0" in text.splitlines()[0]
+    for part in ("Outcomes", "Bytes", "Time in each state", "Slowest attempts", "By hour", "By session",
+                 "By D", "Pressure"):  # fmt: skip
+        assert f"\n{part}" in text
+    assert re.search(r"^  ok +[\d,]+ +\d+\.\d% ", text, re.MULTILINE)
+    assert re.search(r"^  TRANSFERRING +[\d,]+ +[\d.]+ ms", text, re.MULTILINE)
+    assert re.search(r"^  rank 0  \|.{72}\|$", text, re.MULTILINE)
+    assert "The log does not say who D was." in text
+    assert "died, or its end is missing" in text
+    assert "GB/s over" in text
+
+
+def test_json_is_one_object_with_the_same_figures(made_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of(capsys, made_log)
+    assert found["schema"] == "snapd-forensics-1"
+    assert found["attempts"] == sum(reason["count"] for reason in found["reasons"])
+    assert f"{found['attempts']:,} attempts: {found['ok']:,} OK" in output_of(capsys, made_log)
+
+
+def test_the_recorded_run_reads_as_everybody_knows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """167 attempts, 88.6% alloc-failed, 11.4% session-not-resident, 0 OK."""
+    reasons = ["alloc-failed"] * 148 + ["session-not-resident"] * 19
+    path = write_old(tmp_path / "log", [{"status": "failed", "reason": r, "sid": "x"} for r in reasons])
+    text = output_of(capsys, path)
+    assert "167 attempts (older log): 0 OK, 0.0%" in text
+    assert re.search(r"alloc-failed +148 +88\.6%", text)
+    assert re.search(r"session-not-resident +19 +11\.4%", text)
+    assert re.search(r"^  ok +0 +0\.0%$", text, re.MULTILINE)
+    assert "kv_pool had no slots" in text
+
+
+@pytest.mark.parametrize(("by", "shown"), [("session", "By session"), ("d", "By D"), ("hour", "By hour")])
+def test_by_shows_that_grouping_only(
+    small_log: Path, capsys: pytest.CaptureFixture[str], by: str, shown: str
+) -> None:
+    text = output_of(capsys, small_log, "--by", by)
+    assert [line for line in text.splitlines() if line.startswith("By ")] == [shown]
+
+
+def test_top_limits_what_is_listed(small_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of(capsys, small_log, "--top", 1)
+    assert (len(found["slowest"]), len(found["by_session"]["shown"]), found["by_session"]["total"]) == (
+        1,
+        1,
+        3,
+    )
+    assert "By session, the first 1 of 3" in output_of(capsys, small_log, "--top", 1)
+
+
+def test_since_until_and_epoch_narrow_the_figures(made_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By ISO time or so long before the end; an epoch by its first letters."""
+    whole = json_of(capsys, made_log)
+    epoch = whole["epochs"][1]
+    part = json_of(capsys, made_log, "--epoch", epoch["epoch"][:5])
+    assert part["selection"]["epoch"] == epoch["epoch"]
+    assert 0 < part["attempts"] < whole["attempts"]
+    last = json_of(capsys, made_log, "--since", "20s")
+    assert last["begin_ts"] == pytest.approx(whole["end_ts"] - 20)
+    none = json_of(capsys, made_log, "--until", "2026-01-01T00:00:00Z")
+    assert none["attempts"] == 0
+    assert "No attempt has ended in what is looked at." in output_of(
+        capsys, made_log, "--until", "2026-01-01"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "ts"),
+    [
+        ("90m", TS - 5_400), ("8 h", TS - 28_800), ("1.5d", TS - 129_600), ("2026-01-01T01:00", TS + 3_600),
+        ("2026-01-01T01:00+01:00", TS), ("2026-01-02", TS + 86_400), ("2026-01-01 00:00:01.5Z", TS + 1.5),
+    ],
+)  # fmt: skip
+def test_a_time_is_iso_or_before_the_logs_end(text: str, ts: float) -> None:
+    assert parse_when(text, TS, "--since") == ts
+
+
+def test_a_time_that_is_none_says_what_to_write() -> None:
+    with pytest.raises(click.UsageError, match="2026-01-31T22:00, or 8h"):
+        parse_when("soon", TS, "--since")
+    with pytest.raises(click.UsageError, match="the log has no times"):
+        parse_when("8h", None, "--since")
+
+
+def test_a_session_is_told_with_its_lines(small_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, small_log, "--session", "s1")
+    lines = text.splitlines()
+    assert lines[:2] == ["session s1", "1 attempt, 1 OK, P got 976.6 KiB: ok 1"]
+    assert "2026-01-01 00:00:00.002" in lines[5]
+    assert "prepared by d0:7" in text
+    assert f"[{small_log}:7]" in text
+    assert "s2" not in text
+
+
+def test_a_story_as_json_is_one_object(small_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of(capsys, small_log, "--session", "s3")
+    assert found["summary"]["reasons"] == {"ok": 1, "snapshot-buf-full": 1}
+    assert [step["line_no"] for step in found["steps"] if step["is_end"]] == [22, 24]
+
+
+def test_logs_are_compared_with_a_verdict(
+    small_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = old_log(tmp_path / "old.jsonl")
+    text = output_of(capsys, small_log, "--compare", old)
+    assert text.splitlines()[-1].startswith("Better: 50.0% of 4 attempts are OK here, 0.0% of 40 there.")
+    assert re.search(r"alloc-failed +40 +100\.0% +0 +0\.0% +-100\.0 points", text)
+    found = json_of(capsys, old, "--compare", small_log)
+    assert (found["verdict"], found["attempts"], found["other_attempts"]) == ("worse", 40, 4)
+
+
+def test_a_good_log_is_proved_with_status_0(made_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "PROVED: no rule is broken." in output_of(capsys, made_log, "--prove")
+    found = json_of(capsys, made_log, "--prove")
+    assert (found["is_good"], found["is_whole"], found["num_violations"], found["copies"]) == (
+        True,
+        True,
+        0,
+        0,
+    )
+
+
+def test_a_violation_ends_with_status_1_and_names_its_lines(
+    made_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An extent that one attempt holds is handed to the next one."""
+    lines = max(made_log.iterdir(), key=lambda path: int(path.suffix[1:]) if path.suffix[1:].isdigit() else 0)
+    log = [json.loads(line) for line in lines.read_bytes().splitlines()]
+    places = [n for n, line in enumerate(log) if line["event"] == "slab.allocated" and line["rank"] == 0]
+    log[places[1]]["extents"] = log[places[0]]["extents"]
+    path = write_old(tmp_path / LOG, log)
+    out = output_of(capsys, path, "--prove", status=1)
+    assert re.search(r"^  (overlapping-extents|reuse-before-release) +1 ", out, re.MULTILINE)
+    assert f"\n  {path}:{places[1] + 1}\n" in out
+    found = json_of(capsys, path, "--prove", status=1)
+    assert found["num_violations"] == sum(found["counts"].values()) > 0
+    assert all(violation["lines"] for violation in found["violations"])
+
+
+def test_pages_and_pictures_are_written_beside_the_report_or_the_proof(
+    small_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their names are said on stderr; a proof keeps its status."""
+    page, picture = tmp_path / "r.html", tmp_path / "r.png"
+    assert run(["forensics", str(small_log), "--html", str(page), "--png", str(picture)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [f"written: {page}", f"written: {picture}"]
+    assert "Outcomes" in captured.out
+    assert page.read_bytes().startswith(b"<!")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    page.unlink()
+    # The hand-made log's times do not add up.
+    assert json_of(capsys, small_log, "--prove", "--html", page, status=1)["num_violations"] > 0
+    assert page.exists()
+    assert run(["forensics", str(small_log), "--html", str(tmp_path / "gone" / "r.html")]) == 2
+
+
+def test_a_proof_of_an_older_log_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is proved, and that is not success."""
+    assert run(["forensics", str(old_log(tmp_path / "log")), "--prove"]) == 2
+    assert "nothing can be proved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{log}", "--session", "s1", "--prove"], "exclude each other"),
+        (["{log}", "--session", "nobody"], "no attempt of the session 'nobody'"),
+        (["{log}", "--epoch", "zz"], "no epoch of the log begins like that"),
+        (["{log}", "--since", "soon"], "is no time"),
+        (["{log}", "--prove", "--since", "8h"], "--prove looks at the whole log"),
+        (["{log}", "--compare", "x", "--html", "y"], "leave --session and --compare out"),
+        (["{log}.gone"], "No such file"),
+        (["{dir}/empty"], "holds no log"),
+        ([], "LOG..."),
+    ],
+)
+def test_wrong_usage_and_missing_logs_end_with_status_2(
+    small_log: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """One line on stderr, nothing on stdout, and no traceback."""
+    (small_log.parent / "empty").mkdir()
+    filled = [text.format(log=small_log, dir=small_log.parent) for text in arguments]
+    assert run(["forensics", *filled]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+def test_a_missing_package_is_status_2(
+    small_log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tables_module.importlib.import_module
+
+    def without(name: str) -> object:
+        if name == "pyarrow":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name)
+
+    monkeypatch.setattr(tables_module.importlib, "import_module", without)
+    assert run(["forensics", str(small_log)]) == 2
+    assert "pip install 'kv-snapd[forensics]'" in capsys.readouterr().err
+
+
+def test_standard_input_is_a_log(
+    small_log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(small_log.read_bytes())))
+    assert json_of(capsys, "-")["attempts"] == 4
+
+
+def test_sigterm_leaves_no_file_behind(tmp_path: Path) -> None:
+    """While standard input is copied, there is a copy of it."""
+    code = "from snapd.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "forensics", "-"], stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)}
+    )
+    try:
+        while not list(tmp_path.iterdir()):
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        process.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_with_the_input_is_said_first(
+    small_log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = small_log.read_bytes().splitlines(keepends=True)
+    small_log.write_bytes(
+        b"".join([*lines[:9], b"garbage \x1b[2J\n", *lines[9:12], *lines[9:10], *lines[14:]])[:-9]
+    )
+    text = output_of(capsys, small_log, small_log)
+    for said in (
+        "Named more than once, and read once", "ends in the middle of a line", "2 lines could not be read",
+        "1 line came more than once", "2 lines are missing",
+    ):  # fmt: skip
+        assert said in text
+    assert f"{small_log}:10: JSON is malformed" in text
+    assert "garbage \\x1b[2J" in text
+
+
+def test_the_command_loads_nothing_heavy_before_it_is_needed() -> None:
+    """``--help`` needs no database, no numbers and no drawing."""
+    code = (
+        "import sys; from snapd.cli.main import run; run(['forensics', '--help']); "
+        "sys.exit(', '.join({'duckdb', 'pyarrow', 'numpy', 'matplotlib', 'torch'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Examples:" in done.stdout
+
+
+def test_a_bounded_number_of_unreadable_lines_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"garbage\n" * (loading.UNREADABLE_KEPT_MAX + 500))
+    reading = json_of(capsys, path)["reading"]
+    assert reading["unreadable"] == loading.UNREADABLE_KEPT_MAX + 500
+    assert len(reading["unreadable_lines"]) == 20
+    with loaded(path) as (tables, _):
+        assert len(tables.unreadable) == loading.UNREADABLE_KEPT_MAX
+        assert tables.value("SELECT count(*) FROM unreadable") == loading.UNREADABLE_KEPT_MAX
