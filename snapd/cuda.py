@@ -46,6 +46,18 @@ class IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES)]
 
 
+def array_interface(address: int, size_bytes: int) -> dict[str, Any]:
+    """Return ``__cuda_array_interface__`` of plain bytes on a GPU, for ``torch.as_tensor`` and others."""
+    return {
+        "version": 3,
+        "shape": (size_bytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "strides": None,
+        "stream": None,
+    }
+
+
 _Uuid = ctypes.c_ubyte * _UUID_BYTES
 _ADDRESS: Final = ctypes.c_uint64
 SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
@@ -305,7 +317,10 @@ class Context:
         return address.value, base.value + size_bytes.value - address.value
 
     def close_ipc(self, address: int) -> None:
-        """Close what ``open_ipc`` opened, when everything that this GPU was told to do is done."""
+        """Close what ``open_ipc`` opened, when everything that this GPU was told to do is done.
+
+        It waits for that, a whole forward pass perhaps: not for the thread of a scheduler.
+        """
         with self.current():
             try:
                 # A kernel that reads the memory may have been launched and not have run.

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self, TypeAlias
 
 import structlog
 
@@ -28,39 +28,71 @@ _log: Final = structlog.get_logger("snapd.cudamapping")
 class Opening:
     """An allocation of another process, opened here; closed after the last reference to this object.
 
+    Closing waits for all that the GPU was told before, so it is done in a thread of its own.
+
     Attributes:
         address: of the first byte in this process.
         size_bytes: of the allocation.
         context: of the GPU that it lies on.
     """
 
-    def __init__(self, context: cuda.Context, handle: bytes) -> None:
+    def __init__(self, context: cuda.Context, key: "_Key") -> None:
         self.context = context
         try:
-            self.address, self.size_bytes = context.open_ipc(handle)
+            self.address, self.size_bytes = context.open_ipc(key[0])
         except CudaError:
             context.release()
             raise
-        finalizer = weakref.finalize(self, _close, context, self.address, os.getpid())
+        finalizer = weakref.finalize(self, _close_later, key, context, self.address, os.getpid())
         finalizer.atexit = False  # At exit a thread may still use it; the driver closes it then.
 
 
+# A handle, and the epoch of the daemon that gave it.
+_Key: TypeAlias = tuple[bytes, str]
 # One for each handle of a life of the daemon, as long as anything of it is used.
-_openings: Final["weakref.WeakValueDictionary[tuple[bytes, str], Opening]"] = weakref.WeakValueDictionary()
+_openings: Final["weakref.WeakValueDictionary[_Key, Opening]"] = weakref.WeakValueDictionary()
+# What is being closed; the driver opens a handle once a process.
+_closing: Final[dict[_Key, threading.Event]] = {}
+os.register_at_fork(after_in_child=_closing.clear)
 # A collection of garbage may close one while another is being opened by the same thread.
 _lock: Final = threading.RLock()
 
 
-def _close(context: cuda.Context, address: int, pid: int) -> None:
+def _close_later(key: _Key, context: cuda.Context, address: int, pid: int) -> None:
     if os.getpid() != pid:
         return  # In a forked child CUDA cannot be used, and what is open is the parent's.
+    # Not to be waited for at exit: the driver closes it then.
+    _closing[key] = threading.Event()
+    thread = threading.Thread(target=_close, args=(key, context, address), name="snapd-unmap", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # The process ends, or has too many threads.
+        _close(key, context, address)
+
+
+def _close(key: _Key, context: cuda.Context, address: int) -> None:
+    # Without the lock, as others must not wait for the GPU to open something else.
     steps: tuple[Callable[[], None], ...] = (lambda: context.close_ipc(address), context.release)
-    with _lock:
+    try:
         for step in steps:
             try:
                 step()
             except CudaError as error:
                 _log.warning("an arena on a GPU was not closed cleanly", error=str(error))
+    finally:
+        _closing.pop(key).set()
+
+
+def wait_closed() -> None:
+    """Wait until all that was let go of is unmapped; it takes as long as the GPUs have work."""
+    for key in tuple(_closing):
+        _wait_closed(key)
+
+
+def _wait_closed(key: _Key) -> None:
+    closing = _closing.get(key)
+    if closing is not None:
+        closing.wait()
 
 
 class CudaBytes:
@@ -71,21 +103,17 @@ class CudaBytes:
 
     def __init__(self, opening: Opening, offset_bytes: int, size_bytes: int) -> None:
         self._opening = opening
-        self.__cuda_array_interface__: Final[dict[str, Any]] = {
-            "version": 3,
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (opening.address + offset_bytes, False),
-            "strides": None,
-            "stream": None,
-        }
+        self.__cuda_array_interface__: Final = cuda.array_interface(
+            opening.address + offset_bytes, size_bytes
+        )
 
 
 class MappedCudaArena:
     """One rank's arena on a GPU, in this process. See ``mapping.MappedArena`` for one on the host.
 
-    It stays open until it is closed and no ``view`` of it, nor a tensor made of one, is left. A forked child
-    cannot use it. Once the daemon is gone the memory is nobody's: ``check_alive`` before every use.
+    It stays open until it is closed and no ``view`` of it, nor a tensor made of one, is left; it is unmapped
+    a little later, by a thread that waits for the GPU. A forked child cannot use it. Once the daemon is gone
+    the memory is nobody's: ``check_alive`` before every use.
 
     Attributes:
         rank: whose arena.
@@ -174,7 +202,7 @@ class MappedCudaArena:
         self.hold().context.copy(self.address + offset_bytes, source_address, size_bytes)
 
     def close(self) -> None:
-        """Let go of the memory. May be called twice."""
+        """Let go of the memory, without waiting for the GPU. May be called twice."""
         self._opening = None
         self._life.close()
 
@@ -214,11 +242,12 @@ def open_cuda_arena(
             f"other GPUs: {seen}; add it to CUDA_VISIBLE_DEVICES, or to the container"
         )
     key = (memory.ipc_handle, epoch)
+    _wait_closed(key)
     with _lock:
         opening = _openings.get(key)
         if opening is None:
             try:
-                opening = Opening(cuda.Context(driver, gpu), memory.ipc_handle)
+                opening = Opening(cuda.Context(driver, gpu), key)
             except CudaError as error:
                 raise CudaError(
                     f"{error}; containers must share the host's IPC and PID namespaces with the daemon's",

@@ -14,7 +14,7 @@ import threading
 import traceback
 from dataclasses import dataclass, field
 
-from snapd import cuda
+from snapd import cuda, cudamapping
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -116,6 +116,7 @@ class FakeDriver:
 
     def check_clean(self):
         """Check that nothing is allocated, open, held or current, and that the fake itself was right."""
+        cudamapping.wait_closed()
         assert not self.errors, self.errors[0]
         assert (self.allocated, self.opened, self.stack) == ({}, {}, [])
         assert self.retained == [0] * len(self.uuids)

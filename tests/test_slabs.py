@@ -215,6 +215,34 @@ def test_a_grant_of_an_epoch_that_is_over_is_stale(client: FakeClient, make: Mak
     assert slabs.planes(grant(), NUM_TOKENS, "epoch-2")
 
 
+def test_a_late_call_with_an_epoch_that_is_over_leaves_the_mapping_alone(
+    client: FakeClient, make: MakeSlabs
+) -> None:
+    """Of a job that was begun before the daemon was restarted."""
+    slabs = make()
+    client.epoch = "epoch-2"
+    new = slabs.arena(0, "epoch-2")
+    with pytest.raises(StaleHandle, match="its epoch is epoch-2, the grant's epoch-1"):
+        slabs.arena(0, "epoch-1")
+    assert slabs.arena(0, "epoch-2") is new and new.buffer
+    assert client.mapped == [(0, True)], "the daemon is not even asked"
+
+
+def test_a_mapping_is_kept_while_the_daemon_that_comes_next_is_not_known(
+    client: FakeClient, make: MakeSlabs
+) -> None:
+    """The client has heard of another life, and the daemon hands over what is of neither."""
+    slabs = make()
+    known = slabs.arena(0, "epoch-1")
+    client.epoch = "epoch-3"
+    with pytest.raises(StaleHandle, match="its epoch is epoch-3, the grant's epoch-2"):
+        slabs.arena(0, "epoch-2")
+    assert known.buffer
+    with pytest.raises(ValueError, match="closed"):
+        client.arenas[-1].buffer  # noqa: B018
+    assert slabs._arenas == {0: known}
+
+
 def test_after_close_an_arena_is_mapped_anew(client: FakeClient, make: MakeSlabs) -> None:
     slabs = make()
     slabs.arena(0, "epoch-1")

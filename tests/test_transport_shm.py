@@ -3,6 +3,8 @@
 import ctypes
 from collections.abc import Iterator
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +154,13 @@ def test_the_daemons_side_registers_nothing_and_has_no_address(host: HostArena) 
     offerer: ArenaOfferer = ShmOfferer()
     assert (offerer.name, offerer.register(host), offerer.address()) == ("shm", 0, "")
     offerer.close()
+
+
+def test_the_exit_of_a_writer_is_proof_on_the_host_only(host: HostArena) -> None:
+    """A forked child keeps its parent's context on a GPU alive, and what the parent launched there."""
+    offerer = ShmOfferer()
+    offerer.register(host)
+    assert offerer.is_exit_drain_proof
+    on_gpu: Any = SimpleNamespace(rank=1, size_bytes=4096, device="cuda:0")
+    offerer.register(on_gpu)
+    assert not offerer.is_exit_drain_proof

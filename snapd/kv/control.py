@@ -17,7 +17,7 @@ from snapd import calls
 from snapd.calls import Grant
 from snapd.client import Client, Pending
 from snapd.core.events import PlaneChecksums
-from snapd.errors import InvalidRequest, Reason, SnapdError
+from snapd.errors import InvalidRequest, Reason, SnapdError, StaleHandle
 from snapd.units import MB, MS_PER_S
 from snapd.wire import AckRep, HelloRep, SessionEnded, TransferNotification, encode_notification
 
@@ -261,7 +261,7 @@ class NotifyControl:
 
     Whoever prepared hands over the ``Grant`` and the daemon's ``HelloRep``, and says ``transfer_started``
     where the reserve timeout is shorter than the push. How an attempt ends is not told, so a push gives up
-    when the daemon would.
+    when the daemon would. That the daemon was restarted is not told either: ``renew`` says so.
 
     Args:
         hello: what the daemon said of itself.
@@ -291,6 +291,10 @@ class NotifyControl:
         """Return what was handed over."""
         return self._hello
 
+    def renew(self, hello: HelloRep) -> None:
+        """Hand over what the daemon says of itself now. Pushes of an earlier life end as stale."""
+        self._hello = hello
+
     def prepare(self, request: PrepareRequest) -> Grant:
         """Refuse.
 
@@ -306,8 +310,12 @@ class NotifyControl:
         """Say nothing: the attempt may commit straight from RESERVED."""
 
     def check(self, grant: Grant, connections: int) -> int:
-        """Ask nothing."""
-        del grant, connections
+        """Ask nothing, but see whether the grant is of the daemon's life that is known now."""
+        del connections
+        if grant.epoch != self.epoch:
+            raise StaleHandle(
+                f"the daemon was restarted: its epoch is {self.epoch}, the grant's {grant.epoch}"
+            )
         return 0
 
     def commit(self, grant: Grant, commit: RankCommit, notify: Notify) -> Commitment:

@@ -13,6 +13,7 @@ import torch
 
 from snapd.kv import copy, gpucopy, torchcopy
 from snapd.kv.checksum import PlaneChecksum
+from snapd.kv.devicejob import DeviceMemoryFull, memory_errors
 
 _log: Final = structlog.get_logger("snapd.kv")
 
@@ -65,14 +66,19 @@ class CopyJobs:
 
 _CPU: Final = CopyJobs("cpu", copy.GatherJob, copy.ScatterJob, is_async=False)
 _TRITON: Final = CopyJobs("triton", gpucopy.GpuGatherJob, gpucopy.GpuScatterJob, is_async=True)
-_TORCH: Final = CopyJobs("torch", torchcopy.TorchGatherJob, torchcopy.TorchScatterJob, is_async=True)
+TORCH: Final = CopyJobs("torch", torchcopy.TorchGatherJob, torchcopy.TorchScatterJob, is_async=True)
 
 
 def choose_copy(device: torch.device | str) -> CopyJobs:
     """Return the jobs that pools on *device* get.
 
     The first question about a GPU compiles and runs a small copy there, which takes a second or two: ask when
-    the pool is made. When that fails, a warning says so, once, and torch's own operations are used.
+    the pool is made. When Triton cannot be used there, a warning says so, once, and torch's own operations
+    are used.
+
+    Raises:
+        DeviceMemoryFull: the GPU has no memory for it now; the next question tries again.
+        RuntimeError: CUDA does not work there, for torch neither.
     """
     device = torch.device(device)
     return _CPU if device.type == "cpu" else _choose_for_gpu(device)
@@ -81,11 +87,28 @@ def choose_copy(device: torch.device | str) -> CopyJobs:
 @functools.cache
 def _choose_for_gpu(device: torch.device) -> CopyJobs:
     try:
-        gpucopy.probe(device)
+        with memory_errors(device):
+            gpucopy.probe(device)
     except Exception as error:
-        # No Triton, no compiler for its launchers, a GPU that it does not know: each has its own error.
-        _log.warning(
-            "copies on this GPU are slower: Triton cannot be used", device=str(device), error=str(error)
-        )
-        return _TORCH
+        return instead_of_triton(device, error)
     return _TRITON
+
+
+def instead_of_triton(device: torch.device, error: Exception) -> CopyJobs:
+    """Return what *device* gets when Triton fails there with *error*, and warn of it.
+
+    Raises:
+        Exception: *error* itself, if it is none of Triton's: memory is full for a moment, or CUDA is broken.
+    """
+    if isinstance(error, DeviceMemoryFull) or _is_of_cuda(error):
+        raise error
+    # No Triton, no compiler for its launchers, a GPU that it does not know: each has its own error.
+    _log.warning("copies on this GPU are slower: Triton cannot be used", device=str(device), error=str(error))
+    return TORCH
+
+
+def _is_of_cuda(error: Exception) -> bool:
+    """Return whether torch says that CUDA failed; old versions have no class for it."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or (
+        isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    )

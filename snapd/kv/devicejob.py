@@ -14,37 +14,98 @@ from typing import ClassVar, Final
 
 import torch
 
-from snapd.errors import InvalidRequest
+from snapd.errors import InvalidRequest, SnapdError
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
-from snapd.kv.pool import KVPool
+from snapd.kv.pool import KVPool, PlaneRows
 from snapd.units import align_up
 
 _MOD: Final = 1 << 64
 _INDEX_DTYPES: Final = (torch.int32, torch.int64)
+# Pools of more slots are indexed by int64.
+INT32_SLOTS_MAX: Final = 1 << 31
 
 
-def check_device_planes(planes: Sequence[torch.Tensor], pool: KVPool, num_tokens: int) -> None:
-    """Check that *planes* are what *num_tokens* tokens of *pool* fill, and that none shares bytes.
+class DeviceMemoryFull(SnapdError):
+    """A GPU has no memory for a copy; the message says what to lower. Nothing is wrong with the snapshot."""
+
+
+class CopyInterrupted(SnapdError):
+    """What launched a copy was interrupted, so that not all of it is launched. Nothing is wrong otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__("the copy was interrupted while it was launched, and is not whole")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether *error* says that a GPU, or the host memory that it can copy from, is full."""
+    # Triton and the runtime have no class for it.
+    return isinstance(error, torch.cuda.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error)
+    )
+
+
+@contextlib.contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Tell a full *device* as ``DeviceMemoryFull``; everything else passes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise DeviceMemoryFull(
+            f"{device} has too little memory for a copy ({first_line}): leave more of it free, such as by a "
+            "lower share for the engine (SGLang: mem_fraction_static, vLLM: gpu_memory_utilization)"
+        ) from None
+
+
+def to_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    """Return *tensor* on the host, queued on *stream*, which is current; without one it is there already."""
+    if stream is None:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class Streams:
+    """One stream on each GPU, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def on(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream on *device*, always the same; None: it has none."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+
+def check_device_planes(
+    planes: Sequence[torch.Tensor], places: Sequence[PlaneRows], device: torch.device, num_tokens: int
+) -> None:
+    """Check that *planes* are what *num_tokens* tokens of a pool fill, and that none shares bytes.
 
     Args:
-        planes: one for each of the pool's, uint8, shape [num_tokens * stride_bytes], contiguous, on the
-            pool's device.
-        pool: on any device.
+        planes: one for each of *places*, uint8, shape [num_tokens * stride_bytes], contiguous, on *device*.
+        places: the pool's planes that are copied.
+        device: the pool's.
         num_tokens: at least 1.
 
     Raises:
         InvalidRequest: they are not; the message says which.
     """
-    if len(planes) != len(pool.planes):
-        raise InvalidRequest(f"{len(planes)} planes for a pool of {len(pool.planes)}")
-    for index, (plane, place) in enumerate(zip(planes, pool.planes, strict=True)):
+    if len(planes) != len(places):
+        raise InvalidRequest(f"{len(planes)} planes for a pool of {len(places)}")
+    for index, (plane, place) in enumerate(zip(planes, places, strict=True)):
         if plane.dtype is not torch.uint8 or plane.dim() != 1 or not plane.is_contiguous():
             raise InvalidRequest(
                 f"plane {index} is {plane.dtype} of shape {tuple(plane.shape)}; uint8, 1-D and contiguous is "
                 "wanted"
             )
-        if plane.device != pool.device:
-            raise InvalidRequest(f"plane {index} is on {plane.device}, and the pool on {pool.device}")
+        if plane.device != device:
+            raise InvalidRequest(f"plane {index} is on {plane.device}, and the pool on {device}")
         if plane.numel() != num_tokens * place.stride_bytes:
             raise InvalidRequest(
                 f"plane {index} has {plane.numel()} bytes; {num_tokens} tokens of {place.stride_bytes} bytes "
@@ -67,7 +128,7 @@ def _check_slots_kind(slots: torch.Tensor, pool: KVPool) -> None:
         raise InvalidRequest(f"slots have shape {tuple(slots.shape)}; [num_tokens] is wanted")
 
 
-def _has_passed(event: torch.cuda.Event | None) -> bool:
+def has_passed(event: torch.cuda.Event | None) -> bool:
     """Return whether the device has come to *event*; without a device, it has."""
     return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
@@ -87,7 +148,7 @@ class DeviceJob(abc.ABC):
         stream: what the work runs on; None on the CPU, where the first step does everything.
     """
 
-    # What the kind wants slots to be, when the job may choose.
+    # What the kind wants slots to be, in pools that are small enough.
     _index_dtype: ClassVar[torch.dtype] = torch.int32
 
     def __init__(
@@ -100,6 +161,7 @@ class DeviceJob(abc.ABC):
         stream: torch.cuda.Stream | None = None,
         after: Sequence[torch.cuda.Event] | None = None,
         piece_bytes: int | None = None,
+        part: Sequence[int] | None = None,
     ) -> None:
         """Check both sides; slots on the device only as far as can be done without reading them.
 
@@ -107,8 +169,8 @@ class DeviceJob(abc.ABC):
             pool: on any device.
             slots: int32 or int64, shape [num_tokens], on the CPU or the pool's device, as
                 ``KVPool.check_slots`` wants them.
-            planes: one for each of the pool's, uint8, shape [num_tokens * stride_bytes], contiguous, on its
-                device, apart from each other.
+            planes: one for each of the pool's, or of *part*, uint8, shape [num_tokens * stride_bytes],
+                contiguous, on its device, apart from each other.
             checksum: whether to sum the planes.
             stream: what to run on; None: one of the job's own.
             after: recorded events that the work waits for, such as that of the forward pass that wrote the
@@ -116,13 +178,16 @@ class DeviceJob(abc.ABC):
                 that was allocated on another stream needs an event of that stream.
             piece_bytes: launch pieces of about so many bytes, between which other kernels get their turn;
                 None: one launch.
+            part: the pool's planes that are copied, by index; None: all.
 
         Raises:
             InvalidRequest: something does not fit; nothing was launched.
         """
         _check_slots_kind(slots, pool)
         num_tokens = slots.numel()
-        check_device_planes(planes, pool, num_tokens)
+        self._part = tuple(range(len(pool.planes)) if part is None else part)
+        self._places = tuple(pool.planes[index] for index in self._part)
+        check_device_planes(planes, self._places, pool.device, num_tokens)
         if piece_bytes is not None and piece_bytes < 1:
             raise InvalidRequest(f"piece_bytes {piece_bytes} is below 1")
         self._check_device(pool.device)
@@ -134,7 +199,7 @@ class DeviceJob(abc.ABC):
         self._checked_slots: torch.Tensor | None = None
         if slots.device.type == "cpu":
             self._checked_slots = self._check_slots(slots)
-        token_bytes = sum(place.stride_bytes for place in pool.planes)
+        token_bytes = sum(place.stride_bytes for place in self._places)
         self.bytes_total = num_tokens * token_bytes
         # A range that starts at a multiple of 8 tokens starts at a whole word, whatever the width.
         step_tokens = (
@@ -147,6 +212,8 @@ class DeviceJob(abc.ABC):
         self.stream: torch.cuda.Stream | None = None
         self._after: tuple[torch.cuda.Event, ...] = ()
         self._place_on_stream(stream, after)
+        self._has_begun = False
+        self._index: torch.Tensor | None = None
         self._slots_arrived: torch.cuda.Event | None = None
         self._launched: list[tuple[int, torch.cuda.Event | None]] = []
         self._finished: torch.cuda.Event | None = None
@@ -176,7 +243,7 @@ class DeviceJob(abc.ABC):
     @property
     def done(self) -> bool:
         """Whether every byte was moved and the sums are here."""
-        if not self._is_launched or not _has_passed(self._finished):
+        if not self._is_launched or not has_passed(self._finished):
             return False
         # Nothing on the device needs them any more.
         self._kept.clear()
@@ -186,7 +253,7 @@ class DeviceJob(abc.ABC):
     @property
     def bytes_done(self) -> int:
         """Bytes moved so far, by whole pieces."""
-        return sum(size_bytes for size_bytes, event in self._launched if _has_passed(event))
+        return sum(size_bytes for size_bytes, event in self._launched if has_passed(event))
 
     @property
     def finished(self) -> torch.cuda.Event:
@@ -225,10 +292,11 @@ class DeviceJob(abc.ABC):
 
         Raises:
             InvalidRequest: slots that were on the device are not the pool's own; nothing was moved.
+            DeviceMemoryFull: the device has no memory for it.
+            CopyInterrupted: an earlier step was interrupted, so that not all is launched.
         """
         del max_bytes
-        if self._error is not None:
-            raise self._error
+        self._check_error()
         if not self._is_launched:
             self._advance()
         return self.done
@@ -241,16 +309,35 @@ class DeviceJob(abc.ABC):
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def bring_slots(self) -> bool:
+        """Have slots on the device checked, without waiting; return whether ``step`` would launch now.
+
+        Raises:
+            InvalidRequest: they are not the pool's own.
+            DeviceMemoryFull: there is no memory for a copy of them.
+        """
+        self._check_error()
+        if self._given_slots.device.type == "cpu" or self._is_launched:
+            return True
+        if self._index is None:
+            self._advance(is_launching=False)
+        return self._index is not None
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _advance(self, *, is_launching: bool = True) -> None:
         """Launch, unless slots are still on their way to be checked."""
         try:
             # Tensors of an engine may have been made in inference mode; here they may be written as well.
-            with self._on_stream(), torch.inference_mode():
-                slots = self._device_slots()
-                if slots is not None:
-                    self._launch(slots)
-        except Exception as error:
-            self._error = error
+            with memory_errors(self._pool.device), self._on_stream(), torch.inference_mode():
+                if self._index is None:
+                    self._index = self._device_slots()
+                if is_launching and self._index is not None:
+                    self._launch(self._index)
+        except BaseException as error:
+            self._error = error if isinstance(error, Exception) else CopyInterrupted()
             if self.stream is not None:
                 # Part of it may be under way.
                 self._finished = self.stream.record_event()
@@ -262,7 +349,8 @@ class DeviceJob(abc.ABC):
             yield
             return
         with torch.cuda.stream(self.stream):
-            if self._slots_arrived is None:
+            if not self._has_begun:
+                self._has_begun = True
                 for event in self._after:
                     self.stream.wait_event(event)
                 self._keep_alive(self.stream)
@@ -270,27 +358,28 @@ class DeviceJob(abc.ABC):
 
     def _keep_alive(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that *stream* uses what was allocated elsewhere, should the job be dropped."""
-        tensors = [*self._planes, *(place.rows for place in self._pool.planes), self._given_slots]
+        tensors = [*self._planes, *(place.rows for place in self._places), self._given_slots]
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.is_cuda}
         for tensor in storages.values():
             tensor.record_stream(stream)
 
     def _device_slots(self) -> torch.Tensor | None:
         """Return checked slots on the device, or None while they are on their way to the host."""
+        dtype = self._index_dtype if self._pool.num_slots <= INT32_SLOTS_MAX else torch.int64
         if self._given_slots.device.type == "cpu":
             assert self._checked_slots is not None
-            return self._to_device(self._checked_slots.to(self._index_dtype))
+            return self._to_device(self._checked_slots.to(dtype))
         if self._slots_arrived is None:
-            # A copy, so that what is checked is what is used.
-            self._kept = [self._given_slots.to(self._index_dtype, copy=True)]
-            self._kept.append(self._to_host(self._kept[0]))
+            # A copy, so that what is checked is what is used; in the given type, as a narrower one would cut.
+            self._kept = [self._given_slots.clone()]
+            self._kept.append(to_host(self._kept[0], self.stream))
             assert self.stream is not None
             self._slots_arrived = self.stream.record_event()
-        if not _has_passed(self._slots_arrived):
+        if not has_passed(self._slots_arrived):
             return None
         device_slots, host_slots = self._kept[:2]
         self._checked_slots = self._check_slots(host_slots)
-        return device_slots
+        return device_slots.to(dtype)
 
     def _launch(self, slots: torch.Tensor) -> None:
         num_planes = len(self._planes)
@@ -305,7 +394,7 @@ class DeviceJob(abc.ABC):
             event = None if self.stream is None else self.stream.record_event()
             self._launched.append(((stop - start) * self._token_bytes, event))
         if sums is not None:
-            self._host_sums = self._to_host(sums)
+            self._host_sums = to_host(sums, self.stream)
             self._kept.append(sums)
         self._kept.append(slots)
         if self.stream is not None:
@@ -318,12 +407,6 @@ class DeviceJob(abc.ABC):
         pinned = host.pin_memory()
         self._kept.append(pinned)
         return pinned.to(self._pool.device, non_blocking=True)
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.stream is None:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
 
     # --- what a kind says ----------------------------------------------------------------------
 

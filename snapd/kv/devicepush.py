@@ -3,7 +3,7 @@
 Source: design, section 8.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -12,13 +12,14 @@ from snapd.core.slab import Extent
 from snapd.cudamapping import MappedCudaArena
 from snapd.errors import ConfigError, InvalidRequest, TransportError
 from snapd.kv.devicecopy import CopyJobs, choose_copy
+from snapd.kv.devicejob import Streams
 from snapd.kv.devicestaged import DeviceGather, make_gather
 from snapd.kv.devicestaging import DeviceRing, check_ring
 from snapd.kv.devicewarm import warm_up
 from snapd.kv.peerwriter import PeerWriter
 from snapd.kv.pool import KVPool
 from snapd.kv.slabs import Slabs
-from snapd.kv.writers import WriterFor, arena_offer, check_gpu_protocol
+from snapd.kv.writers import WriterFor, Writers, arena_offer, check_gpu_protocol
 from snapd.transport.base import ArenaWriter
 from snapd.wire import HelloRep, RankGrant
 
@@ -50,7 +51,7 @@ class GpuSide:
         self._ring_bytes = ring_bytes
         self._piece_bytes = piece_bytes
         self._rings: dict[torch.device, DeviceRing] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         if not self.is_used:
             return
         if not all(jobs.is_async for jobs in self._jobs.values()):
@@ -58,7 +59,7 @@ class GpuSide:
             raise InvalidRequest(f"the pools are on {where}: make one Pusher for each kind of memory")
         check_ring(ring_bytes, piece_bytes)
         for rank, pool in self._pools.items():
-            warm_up(pool, self._jobs[rank])
+            self._jobs[rank] = warm_up(pool, self._jobs[rank])
 
     @property
     def jobs(self) -> dict[int, CopyJobs]:
@@ -77,11 +78,7 @@ class GpuSide:
 
     def stream_for(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return the stream that gathers of a GPU run on; None: a device without streams."""
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+        return self._streams.on(device)
 
     def ring_for(self, rank: int) -> DeviceRing:
         """Return the ring of a rank's GPU."""
@@ -145,6 +142,19 @@ class GpuSide:
             for rank in ranks:
                 self.ring_for(rank).allocate()
 
+    def register(self, writers: Writers, hello: HelloRep) -> None:
+        """Have every writer know its rank's staging memory, and its way there, before the first push.
+
+        Raises:
+            PeerResting: the transport failed a moment ago.
+            SnapdError: a writer cannot be made, or the memory cannot be registered.
+        """
+        writers.check_peers(hello, self._pools)
+        for rank in self._pools:
+            if any(arena.rank == rank for arena in hello.arenas):
+                # One stands for all: a transport is told of all of the ring.
+                writers.writer(hello, rank).make_known(self.ring_for(rank).buffers[0])
+
     def writers(self, other: WriterFor, slabs: Slabs | None) -> WriterFor:
         """Return what makes writers: for arenas that are mapped from another GPU, or else *other*."""
 
@@ -169,14 +179,31 @@ class GpuSide:
         """Return the gather of a rank's shard, in pieces; errors as of ``DeviceGather``."""
         pool = self._pools[grant.rank]
         return make_gather(
-            self._jobs[grant.rank], self.ring_for(grant.rank).buffers, pool, slots, offsets_bytes, extents,
-            self._piece_bytes, stream=self.stream_for(pool.device), after=after,
+            self._jobs[grant.rank], pool, slots, offsets_bytes, extents, self._piece_bytes,
+            stream=self.stream_for(pool.device), after=after,
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Let go of staging memory that nobody reads or writes."""
-        for ring in self._rings.values():
-            ring.trim()
+    @property
+    def rings(self) -> list[DeviceRing]:
+        """The staging memory."""
+        return list(self._rings.values())
+
+
+def check_planes(ranks: Iterable[int], hello: HelloRep) -> None:
+    """Check that planes of the host, of *ranks*, can go to the daemon's arenas.
+
+    Raises:
+        ConfigError: they cannot; says what to set.
+    """
+    offers = {arena.rank: arena for arena in hello.arenas}
+    protocol = hello.mooncake.protocol if hello.mooncake else ""
+    for rank in (rank for rank in ranks if rank in offers):
+        if offers[rank].device != _HOST or protocol == "nvlink_intra":
+            raise ConfigError(
+                f"push_planes sends memory of the host, and arena {rank} is on {offers[rank].device}"
+                f"{f', protocol {protocol}' if protocol else ''}: use push with a pool on a GPU, or set "
+                f'device = "{_HOST}" for the arena, and protocol = "tcp" or "rdma" over Mooncake'
+            )
 
 
 def _check_place(rank: int, pool_device: torch.device, arena_device: str, protocol: str) -> None:

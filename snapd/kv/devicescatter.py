@@ -16,20 +16,19 @@ import torch
 
 from snapd.errors import InvalidRequest
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
-from snapd.kv.devicejob import DeviceJob
+from snapd.kv.devicejob import CopyInterrupted, DeviceJob, has_passed, memory_errors, to_host
 from snapd.kv.pool import KVPool
+from snapd.kv.torchcopy import ROW_BYTES, sum_words
 from snapd.units import MIB, align_down, align_up
 
-# Bounds the private memory, unless one plane is larger; large enough that a copy's start is cheap beside it.
+# Bounds the private memory of all ingests of a pool, unless one plane is larger; large enough that a copy's
+# start is cheap beside it.
 PRIVATE_BYTES: Final = 256 * MIB
 # Bounds what is summed at once by torch's operations, which copy it.
 SUMMED_BYTES: Final = 64 * MIB
 
 _MOD: Final = 1 << 64
 _PLANE_ALIGNMENT_BYTES: Final = 256
-# Words are summed as [rows, ROW_WORDS], see ``checksum``.
-_ROW_WORDS: Final = 256
-_ROW_BYTES: Final = _ROW_WORDS * WORD_BYTES
 # A range that starts at a multiple of 8 tokens starts at a whole word, whatever the width.
 _GRANULE_TOKENS: Final = WORD_BYTES
 
@@ -43,16 +42,53 @@ def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
     """
     size_bytes = parts[0].numel()
     private = torch.stack(tuple(parts))
-    if size_bytes % _ROW_BYTES:
-        private = torch.nn.functional.pad(private, (0, align_up(size_bytes, _ROW_BYTES) - size_bytes))
-    words = private.view(torch.int64).view(len(parts), -1, _ROW_WORDS)
-    row_sums, column_sums = words.sum(2), words.sum(1)  # int64 wraps: arithmetic mod 2^64
-    rows = words.shape[1]
-    positions = torch.arange(max(rows, _ROW_WORDS) + 1, dtype=torch.int64, device=words.device)
-    sum0 = row_sums.sum(1)
-    of_rows = (row_sums * positions[:rows]).sum(1) * _ROW_WORDS
-    of_columns = (column_sums * positions[1 : _ROW_WORDS + 1]).sum(1)
-    return torch.stack((sum0, of_rows + of_columns + sum0 * first_word), 1)
+    if size_bytes % ROW_BYTES:
+        private = torch.nn.functional.pad(private, (0, align_up(size_bytes, ROW_BYTES) - size_bytes))
+    return sum_words(private.view(torch.int64), first_word)
+
+
+class PrivateMemory:
+    """Memory of a pool's GPU that planes are copied to before they are used; all ingests of a pool share it.
+
+    They use it in turn and never wait for it: whoever takes it launches everything that reads what he has
+    put there before anybody else can take it, and a stream keeps the order.
+
+    Args:
+        device: the pool's.
+        stream: what everything that uses it runs on; None: the device has none.
+        least_bytes: allocated at once, so that it need not grow; None: ``PRIVATE_BYTES``.
+    """
+
+    def __init__(
+        self, device: torch.device, stream: torch.cuda.Stream | None, least_bytes: int | None = None
+    ) -> None:
+        self.device = device
+        self._stream = stream
+        self._least_bytes = PRIVATE_BYTES if least_bytes is None else least_bytes
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What is allocated."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return the memory, uint8, shape [*size_bytes* or more]; it is allocated when it is first needed.
+
+        Raises:
+            DeviceMemoryFull: the device has none.
+        """
+        if self._buffer is None or self._buffer.numel() < size_bytes:
+            self._buffer = None  # Before the next: with both there would be too much of it.
+            with torch.cuda.stream(self._stream), memory_errors(self.device):
+                self._buffer = torch.empty(
+                    max(self._least_bytes, size_bytes), dtype=torch.uint8, device=self.device
+                )
+        return self._buffer
+
+    def close(self) -> None:
+        """Give it back, when what was launched has run."""
+        self._buffer = None
 
 
 class DeviceScatter:
@@ -77,6 +113,7 @@ class DeviceScatter:
         verify: bool,
         stream_of: Callable[[torch.device], torch.cuda.Stream | None],
         after: Sequence[torch.cuda.Event] | None,
+        private: PrivateMemory,
     ) -> None:
         """Check what can be checked, before anything is launched.
 
@@ -91,6 +128,7 @@ class DeviceScatter:
             verify: whether to sum.
             stream_of: the stream to use on a device; None: it has none.
             after: events that the move waits for; None: all that the current stream was given until now.
+            private: memory for planes that are copied first; used on the stream of the pool's device.
 
         Raises:
             InvalidRequest: something does not fit.
@@ -108,30 +146,31 @@ class DeviceScatter:
         self._widths = [plane.numel() // num_tokens for plane in self._sources]
         # The cut is inside a word: the head cannot be summed without the tail.
         self._is_whole = verify and any(width * skip_tokens % WORD_BYTES for width in self._widths)
-        self._is_private = is_elsewhere or self._is_whole
+        self._private = private if is_elsewhere or self._is_whole else None
         self._groups = self._plan_groups()
         self._jobs: list[tuple[DeviceJob, Sequence[int]]] = []
         self._summed: list[tuple[torch.Tensor, Sequence[int]]] = []
         self._mark: torch.cuda.Event | None = None
+        self._error: Exception | None = None
         self.is_launched = False
-        self._buffer: torch.Tensor | None = None
-        if self._is_private:
-            size_bytes = max(self._offsets_bytes(group)[-1] for group in self._groups)
-            with self._on_stream():
-                self._buffer = torch.empty(size_bytes, dtype=torch.uint8, device=pool.device)
         # Not on the own stream: without events it waits for what is current.
-        self._first_job = self._new_job(self._groups[0], self._places(self._groups[0]), self._after(after))
+        self._after = self._events(after)
+        self._first_job: DeviceJob | None = None
+        if self._private is None:
+            self._first_job = self._new_job(self._groups[0], self._sources, self._after)
         self._work = self._launching()
 
-    def _after(self, after: Sequence[torch.cuda.Event] | None) -> Sequence[torch.cuda.Event] | None:
-        if after is None or self._slots is None or not self._slots.is_cuda:
+    def _events(self, after: Sequence[torch.cuda.Event] | None) -> Sequence[torch.cuda.Event] | None:
+        if self._slots is None or self._pool.device.type != "cuda":
+            return after
+        if after is not None and not self._slots.is_cuda:
             return after
         # The owner may have made the slots on the current stream, a moment ago.
-        return (*after, torch.cuda.current_stream(self._slots.device).record_event())
+        return (*(after or ()), torch.cuda.current_stream(self._pool.device).record_event())
 
     def _plan_groups(self) -> list[list[int]]:
         """Return the planes that are moved at once, by index."""
-        if not self._is_private:
+        if self._private is None:
             return [list(range(len(self._sources)))]
         groups: list[list[int]] = [[]]
         for index in range(len(self._sources)):
@@ -147,11 +186,12 @@ class DeviceScatter:
 
     def _places(self, group: Sequence[int]) -> list[torch.Tensor]:
         """Return the planes of a group where they are summed and scattered from."""
-        if self._buffer is None:
+        if self._private is None:
             return [self._sources[index] for index in group]
         starts = self._offsets_bytes(group)
+        buffer = self._private.take(starts[-1])
         return [
-            self._buffer[start : start + self._sources[index].numel()]
+            buffer[start : start + self._sources[index].numel()]
             for start, index in zip(starts, group, strict=False)
         ]
 
@@ -163,15 +203,14 @@ class DeviceScatter:
     ) -> DeviceJob | None:
         if self._slots is None:
             return None
-        pool = self._pool
-        if len(group) < len(pool.planes):
-            pool = KVPool.mla([pool.planes[index].rows for index in group], pool.page_size_tokens)
         tails = [
             place[self._skip_tokens * self._widths[index] :]
             for place, index in zip(places, group, strict=True)
         ]
         has_sums = self._verify and not self._is_whole
-        job = self._make_job(pool, self._slots, tails, checksum=has_sums, stream=self._stream, after=after)
+        job = self._make_job(
+            self._pool, self._slots, tails, checksum=has_sums, stream=self._stream, after=after, part=group
+        )
         self._jobs.append((job, group))
         return job
 
@@ -181,7 +220,7 @@ class DeviceScatter:
     def is_idle(self) -> bool:
         """Nothing that was launched is still to run, however it went: slots and memory may be given back."""
         if self._stream is not None:
-            return self._mark is None or bool(self._mark.query())  # type: ignore[no-untyped-call]
+            return has_passed(self._mark)
         return not any(job.is_launched and not job.done for job, _ in self._jobs)
 
     @property
@@ -199,7 +238,11 @@ class DeviceScatter:
 
         Raises:
             InvalidRequest: slots that were on the device are not the pool's own.
+            DeviceMemoryFull: the device has no memory for it.
+            CopyInterrupted: an earlier step was interrupted, so that not all is launched.
         """
+        if self._error is not None:
+            raise self._error
         if not self.is_launched:
             self._launch(max_bytes)
         return self.is_done
@@ -209,11 +252,15 @@ class DeviceScatter:
         # Tensors of an engine may have been made in inference mode.
         with self._on_stream(), torch.inference_mode():
             try:
-                for size_bytes in self._work:
-                    launched_bytes += size_bytes or 0
-                    if size_bytes is None or launched_bytes >= max_bytes:
-                        return
+                with memory_errors(self._pool.device):
+                    for size_bytes in self._work:
+                        launched_bytes += size_bytes or 0
+                        if size_bytes is None or launched_bytes >= max_bytes:
+                            return
                 self.is_launched = True
+            except BaseException as error:
+                self._error = error if isinstance(error, Exception) else CopyInterrupted()
+                raise
             finally:
                 if self._stream is not None:
                     self._mark = self._stream.record_event()
@@ -231,22 +278,30 @@ class DeviceScatter:
 
     def _launching(self) -> Iterator[int | None]:
         """Launch everything, and yield the bytes of each part; None: the device has to come first."""
-        for number, group in enumerate(self._groups):
+        for group in self._groups:
             places = self._places(group)
-            # The stream keeps the order: the private memory is read before it is written again.
-            job = self._new_job(group, places, ()) if number else self._first_job
-            if self._buffer is not None:
-                for place, index in zip(places, group, strict=True):
-                    place.copy_(self._sources[index], non_blocking=True)
-                    yield place.numel()
-            yield from self._sum_heads(group, places)
-            if job is not None:
-                job.step(job.bytes_total)
-                while not job.is_launched:
-                    yield None
-                    job.step(job.bytes_total)
-                yield job.bytes_total
-        self._summed = [(self._to_host(sums), group) for sums, group in self._summed]
+            job = self._first_job or self._new_job(group, places, self._after)
+            self._after = ()  # The stream keeps the order.
+            while job is not None and not job.bring_slots():
+                yield None
+            if self._private is None:
+                yield from self._launch_group(group, places, job)
+            else:
+                # At once: nobody else may take the memory before all is launched that reads it.
+                yield sum(self._launch_group(group, places, job))
+        self._summed = [(to_host(sums, self._stream), group) for sums, group in self._summed]
+
+    def _launch_group(
+        self, group: Sequence[int], places: Sequence[torch.Tensor], job: DeviceJob | None
+    ) -> Iterator[int]:
+        if self._private is not None:
+            for place, index in zip(places, group, strict=True):
+                place.copy_(self._sources[index], non_blocking=True)
+                yield place.numel()
+        yield from self._sum_heads(group, places)
+        if job is not None:
+            job.step(job.bytes_total)
+            yield job.bytes_total
 
     def _sum_heads(self, group: Sequence[int], places: Sequence[torch.Tensor]) -> Iterator[int]:
         """Sum what no job sums: the tokens that P holds, or all."""
@@ -268,11 +323,6 @@ class DeviceScatter:
                 yield (stop - start) * token_bytes
             assert total is not None
             self._summed.append((total, [group[at] for at in members]))
-
-    def _to_host(self, sums: torch.Tensor) -> torch.Tensor:
-        if self._stream is None:
-            return sums
-        return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
 
     def checksums(self) -> tuple[PlaneChecksum, ...]:
         """Return the checksum of every plane, shape [num_planes].

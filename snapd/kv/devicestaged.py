@@ -20,6 +20,7 @@ from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
 from snapd.kv.devicecopy import CopyJobs, SlotCopy
+from snapd.kv.devicejob import has_passed, memory_errors, to_host
 from snapd.kv.pool import KVPool, widest_word_bytes
 from snapd.kv.staged import PiecePlan, Section, StagedPiece, plan_gather
 from snapd.kv.staging import StagingBuffer
@@ -28,11 +29,6 @@ _MOD: Final = 1 << 64
 _UNIT_BYTES_MAX: Final = 8
 # More holes than these are filled with zeros by one launch, over what lies between them too.
 _HOLES_MAX: Final = 2
-
-
-def has_passed(event: torch.cuda.Event | None) -> bool:
-    """Return whether the device has come to *event*; without a device, it has."""
-    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
 
 class PieceGathering:
@@ -53,14 +49,6 @@ class PieceGathering:
     def is_over(self) -> bool:
         """Whether every byte is in the buffer. Never waits."""
         return has_passed(self._event) and all(job.done for job in self._jobs)
-
-    def wait(self) -> None:
-        """Wait until it is over."""
-        if self._event is not None:
-            self._event.synchronize()
-        for job in self._jobs:
-            while not job.done:
-                job.wait()  # type: ignore[attr-defined]
 
 
 class DeviceGather(abc.ABC):
@@ -92,7 +80,6 @@ class DeviceGather(abc.ABC):
     ) -> None:
         sizes, self._plans = plan_gather(pool, slots.numel(), plane_offsets_bytes, extents, piece_bytes)
         self.plane_sizes_bytes = tuple(sizes)
-        self.num_pieces = len(self._plans)
         self.piece_bytes_max = max(plan.size_bytes for plan in self._plans)
         self.bytes_total = sum(sizes)
         self.bytes_done = 0
@@ -129,6 +116,7 @@ class DeviceGather(abc.ABC):
 
         Raises:
             InvalidRequest: there is no such piece, or the buffer does not fit; nothing was launched.
+            DeviceMemoryFull: the device has no memory for what a launch needs.
             Exception: whatever a launch raises; nothing writes to the buffer any more then.
         """
         if not self.has_more:
@@ -141,7 +129,8 @@ class DeviceGather(abc.ABC):
         payload_bytes = sum(section.stop - section.start for section in plan.sections)
         gathering = PieceGathering(StagedPiece(plan.offset_bytes, plan.size_bytes), payload_bytes)
         try:
-            with self._on_stream():
+            # The ring may have been made in inference mode, and this may not be.
+            with memory_errors(self._pool.device), self._on_stream(), torch.inference_mode():
                 _fill_holes(plan, buffer.memory)
                 self._launch(plan, buffer, gathering)
                 if self._stream is not None:
@@ -150,6 +139,7 @@ class DeviceGather(abc.ABC):
             if self._stream is not None:
                 self._stream.synchronize()
             raise
+        buffer.filler = gathering
         self._next_piece += 1
         self._under_way.append(gathering)
         return gathering
@@ -268,36 +258,34 @@ class _Launch:
 
 
 class TritonGather(DeviceGather):
-    """Gathers with Triton's kernel, in one launch a piece, from tables that are made once a shard.
+    """Gathers with Triton's kernel, in one launch a piece, from a table that is made once a shard.
 
     It takes as many as there are units, which is one unless widths are mixed oddly.
 
-    A row of a table says where its plane would begin if all of it lay in the buffer. So the kernel's tokens
-    are those of the shard, and it adds to the sums of the whole plane.
+    A row of the table says where its plane would begin, from the buffer's first byte, if all of it lay in the
+    buffer. So the kernel's tokens are those of the shard, and it adds to the sums of the whole plane.
 
     Args:
-        buffers: that pieces may be gathered into.
         others: see ``DeviceGather``.
     """
 
-    def __init__(self, buffers: Sequence[StagingBuffer], *arguments: Any, **others: Any) -> None:
+    def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
         from snapd.kv import gpukernels
 
         self._kernels = gpukernels
-        self._buffers = {buffer.address: index for index, buffer in enumerate(buffers)}
         self._rows: list[list[int]] = []
         self._launches = self._plan_launches()
         self._is_prepared = False
         self._kept: list[torch.Tensor] = []
-        self._tables: torch.Tensor = torch.empty(0)
+        self._table: torch.Tensor = torch.empty(0)
         self._device_slots: torch.Tensor = torch.empty(0)
         self._device_sums: torch.Tensor = torch.empty(0)
         self._host_sums: torch.Tensor | None = None
         self._sums_arrived: torch.cuda.Event | None = None
 
     def _plan_launches(self) -> list[list[_Launch]]:
-        """Return the launches of each piece, and make the rows of one buffer's table."""
+        """Return the launches of each piece, and make the table's rows."""
         words = {
             (index, plan_index): self._word_bytes(section)
             for plan_index, plan in enumerate(self._plans)
@@ -355,17 +343,14 @@ class TritonGather(DeviceGather):
         return section.start // stride_bytes, section.stop // stride_bytes
 
     def _prepare(self) -> None:
-        """Bring slots and tables to the device; on the stream."""
+        """Bring slots and the table to the device; on the stream."""
         if self._stream is not None:
             for event in self._after:
                 self._stream.wait_event(event)
             storages = {place.rows.untyped_storage().data_ptr(): place.rows for place in self._pool.planes}
             for rows in storages.values():
                 rows.record_stream(self._stream)
-        table = torch.tensor(self._rows, dtype=torch.int64)
-        tables = table.repeat(len(self._buffers), 1, 1)
-        tables[:, :, 1] += torch.tensor(list(self._buffers), dtype=torch.int64)[:, None]
-        self._tables = self._to_device(tables)
+        self._table = self._to_device(torch.tensor(self._rows, dtype=torch.int64))
         self._device_slots = self._to_device(self._slots.to(torch.int32))
         num_planes = len(self._pool.planes)
         self._device_sums = torch.zeros((num_planes, 2), dtype=torch.int64, device=self._pool.device)
@@ -382,10 +367,9 @@ class TritonGather(DeviceGather):
         del plan, gathering
         if not self._is_prepared:
             self._prepare()
-        table = self._tables[self._buffers[buffer.address]]
         for launch in self._launches[self._next_piece]:
             self._kernels.launch(
-                table[launch.row_start : launch.row_stop],
+                self._table[launch.row_start : launch.row_stop],
                 self._device_slots,
                 self._device_sums,
                 0,
@@ -393,17 +377,15 @@ class TritonGather(DeviceGather):
                 launch.how,
                 is_scatter=False,
                 span_tokens=launch.span_tokens,
+                plane_base=buffer.address,
             )
         if self._next_piece == len(self._plans) - 1:
             self._bring_sums()
 
     def _bring_sums(self) -> None:
-        if self._stream is None:
-            self._host_sums = self._device_sums
-            return
-        host = torch.empty(self._device_sums.shape, dtype=torch.int64, pin_memory=True)
-        self._host_sums = host.copy_(self._device_sums, non_blocking=True)
-        self._sums_arrived = self._stream.record_event()
+        self._host_sums = to_host(self._device_sums, self._stream)
+        if self._stream is not None:
+            self._sums_arrived = self._stream.record_event()
 
     def _collected(self, gathering: PieceGathering) -> None:
         """The sums are those of all pieces."""
@@ -416,10 +398,8 @@ class TritonGather(DeviceGather):
         return [(sum0, sum1) for sum0, sum1 in self._host_sums.tolist()]
 
 
-def make_gather(
-    jobs: CopyJobs, buffers: Sequence[StagingBuffer], *arguments: Any, **others: Any
-) -> DeviceGather:
+def make_gather(jobs: CopyJobs, *arguments: Any, **others: Any) -> DeviceGather:
     """Return the gather that suits *jobs*; arguments and errors as of ``DeviceGather``."""
     if jobs.name == "triton":
-        return TritonGather(buffers, *arguments, **others)
+        return TritonGather(*arguments, **others)
     return JobGather(jobs, *arguments, **others)

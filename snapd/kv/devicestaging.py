@@ -7,6 +7,7 @@ Source: design, sections 7 and 8.
 """
 
 import os
+import threading
 import weakref
 from typing import Any, Final
 
@@ -26,6 +27,18 @@ _log: Final = structlog.get_logger("snapd.kv")
 _lent: Final[dict[tuple[int, int], StagingBuffer]] = {}
 
 
+def array_interface(address: int, size_bytes: int) -> dict[str, Any]:
+    """Return how ``torch.as_tensor`` and others are told of bytes of a GPU."""
+    return {
+        "version": 3,
+        "shape": (size_bytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "strides": None,
+        "stream": None,
+    }
+
+
 class _GpuMemory:
     """Memory of a GPU for ``torch.as_tensor``; freed after the last tensor of it."""
 
@@ -33,14 +46,7 @@ class _GpuMemory:
         address = context.allocate(size_bytes)
         finalizer = weakref.finalize(self, _free, context, address, os.getpid())
         finalizer.atexit = False  # At exit a thread may still use it; the driver takes it back then.
-        self.__cuda_array_interface__: Final[dict[str, Any]] = {
-            "version": 3,
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "stream": None,
-        }
+        self.__cuda_array_interface__: Final = array_interface(address, size_bytes)
 
 
 def _free(context: cuda.Context, address: int, pid: int) -> None:
@@ -93,7 +99,7 @@ def _allocate(context: cuda.Context, size_bytes: int) -> _GpuMemory:
 
 
 class DeviceRing:
-    """Buffers of one allocation on a device, taken and given back. Not thread safe; see ``StagingRing``.
+    """Buffers of one allocation on a device, taken and given back; see ``StagingRing``.
 
     All of its memory is allocated by ``allocate``, and a transport is told of all of it at once.
 
@@ -114,6 +120,8 @@ class DeviceRing:
         self._buffers: tuple[StagingBuffer, ...] = ()
         self._free: list[StagingBuffer] = []
         self._pid = os.getpid()
+        # Who keeps what a pusher left gives back in another thread.
+        self._lock = threading.RLock()
 
     @property
     def buffers(self) -> tuple[StagingBuffer, ...]:
@@ -143,20 +151,23 @@ class DeviceRing:
             return
         size_bytes = self.buffers_max * self._buffer_bytes
         on_host = self.device.type == "cpu"
-        memory = allocate_host(size_bytes) if on_host else allocate_gpu(self.device, size_bytes)
+        # An engine may be in inference mode now and not when it is written to.
+        with torch.inference_mode(False):
+            memory = allocate_host(size_bytes) if on_host else allocate_gpu(self.device, size_bytes)
+            parts = torch.split(memory, self._buffer_bytes)
         region = (memory.data_ptr(), size_bytes)
-        parts = torch.split(memory, self._buffer_bytes)
         self._buffers = tuple(StagingBuffer(part, region) for part in parts)
         self._free = list(reversed(self._buffers))
 
     def take(self) -> StagingBuffer | None:
         """Return a buffer, or None if all are lent; errors as ``allocate``."""
-        self.allocate()
-        if not self._free:
-            return None
-        buffer = self._free.pop()
-        _lent[buffer.pid, buffer.address] = buffer
-        return buffer
+        with self._lock:
+            self.allocate()
+            if not self._free:
+                return None
+            buffer = self._free.pop()
+            _lent[buffer.pid, buffer.address] = buffer
+            return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back: nobody reads from it or writes to it any more.
@@ -164,16 +175,27 @@ class DeviceRing:
         Raises:
             InvalidRequest: it is not lent.
         """
-        if buffer not in self._buffers or buffer in self._free:
-            raise InvalidRequest("a buffer that is not lent was given back")
-        del _lent[buffer.pid, buffer.address]
-        self._free.append(buffer)
+        with self._lock:
+            if buffer not in self._buffers or buffer in self._free:
+                raise InvalidRequest("a buffer that is not lent was given back")
+            del _lent[buffer.pid, buffer.address]
+            buffer.filler = None
+            self._free.append(buffer)
 
     def trim(self) -> None:
         """Let go of the memory, unless something of it is lent; then it stays."""
-        if not self.lent:
-            self._buffers = ()
-            self._free = []
+        with self._lock:
+            if not self.lent:
+                self._buffers = ()
+                self._free = []
+
+    def reclaim(self) -> bool:
+        """Take back what is lent, unless it is being filled; return whether nothing is lent then."""
+        with self._lock:
+            for buffer in self._buffers:
+                if buffer not in self._free and not buffer.is_being_filled:
+                    self.give_back(buffer)
+            return not self.lent
 
 
 def check_ring(ring_bytes: int, piece_bytes: int) -> None:

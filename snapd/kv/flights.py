@@ -9,11 +9,12 @@ Source: design, sections 7 and 12.
 
 import contextlib
 import dataclasses
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeAlias
 
 from snapd.calls import Grant
-from snapd.errors import TransportError
 from snapd.kv.control import PushControl
 from snapd.kv.staging import Ring, StagingBuffer
 from snapd.kv.writers import RankWriter
@@ -23,6 +24,9 @@ from snapd.transport.base import Progress, TicketState, Write
 LINGER_S_MAX: Final = 120.0
 # A notification goes with a write; there is nothing left to write, so as little as makes sense.
 NOTICE_BYTES: Final = 64
+# How long ``close`` waits for GPUs, and how often it looks.
+CLOSE_WAIT_S: Final = 10.0
+_CLOSE_POLL_S: Final = 0.001
 
 
 class Piece:
@@ -69,16 +73,21 @@ class Flight:
         if self.progress is None:
             try:
                 progress = self._writer.poll(self._ticket)
-            except TransportError as error:
-                # Nobody will ever know: no proof.
-                progress = Progress(TicketState.FAILED, is_drained=False, detail=str(error))
+            except Exception as error:  # Whatever a driver says: nobody will ever know, so no proof.
+                detail = str(error) or type(error).__name__
+                progress = Progress(TicketState.FAILED, is_drained=False, detail=detail)
             self.progress = progress if progress.is_final else None
 
     def cancel(self) -> None:
         """Keep it from beginning, if it has not."""
         if self.progress is None:
-            with contextlib.suppress(TransportError):
+            with contextlib.suppress(Exception):  # Then it is under way, and ends as it does.
                 self._writer.cancel(self._ticket)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether a GPU of this process does it, and nobody else has to do anything."""
+        return self._writer.is_local_copy
 
 
 class Gathering(Protocol):
@@ -86,12 +95,20 @@ class Gathering(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, however it went. Never waits."""
+        """Whether it has ended, however it went. Never waits.
+
+        Raises:
+            Exception: it cannot be known.
+        """
         ...
 
-    def wait(self) -> None:
-        """Wait until it has."""
-        ...
+
+def has_ended(gathering: Gathering) -> bool:
+    """Return whether it is known that a gather is over."""
+    try:
+        return gathering.is_over
+    except Exception:  # Whatever a driver says: it may still run.
+        return False
 
 
 class GatherFlight:
@@ -103,6 +120,7 @@ class GatherFlight:
     """
 
     piece: Final = None
+    is_on_gpu: Final = True
 
     def __init__(self, gathering: Gathering) -> None:
         self._gathering = gathering
@@ -110,15 +128,11 @@ class GatherFlight:
 
     def poll(self) -> None:
         """See whether it is over: then it writes no more, whatever came of it."""
-        if self.progress is None and self._gathering.is_over:
+        if self.progress is None and has_ended(self._gathering):
             self.progress = Progress(TicketState.DONE, is_drained=True)
 
     def cancel(self) -> None:
         """Do nothing: what was launched runs."""
-
-    def wait(self) -> None:
-        """Wait until it is over."""
-        self._gathering.wait()
 
 
 AnyFlight: TypeAlias = Flight | GatherFlight
@@ -147,7 +161,9 @@ class _Lingering:
 
 
 class Flights:
-    """The writes of one pusher that are under way, of all its jobs. Not thread safe.
+    """The writes of one pusher that are under way, of all its jobs.
+
+    For one thread; a keeper's may look at what is left, with ``settle``.
 
     Args:
         control: gets drain proof.
@@ -162,6 +178,8 @@ class Flights:
         self._flying: list[Flight] = []
         self._lingering: list[_Lingering] = []
         self._filling: list[_Filling] = []
+        self._is_closed = False
+        self._lock = threading.RLock()
 
     @property
     def in_flight_bytes(self) -> int:
@@ -179,46 +197,51 @@ class Flights:
 
     def submit(self, writer: RankWriter, piece: Piece) -> Flight:
         """Begin to write a piece; errors as ``ArenaWriter.submit``."""
-        flight = Flight(writer, writer.submit(piece.buffer, piece.write), piece)
-        self._flying.append(flight)
-        return flight
+        with self._lock:
+            flight = Flight(writer, writer.submit(piece.buffer, piece.write), piece)
+            self._flying.append(flight)
+            return flight
 
     def notify(self, writer: RankWriter, piece: Piece, text: str) -> Flight:
         """Write a piece's first bytes again, with a text behind them; errors as ``ArenaWriter.submit``."""
         write = Write(
             piece.write.source_address, piece.write.target_ptr, min(piece.write.size_bytes, NOTICE_BYTES)
         )
-        ticket = writer.submit_notification(piece.buffer, write, text)
-        flight = Flight(writer, ticket, piece)
-        self._flying.append(flight)
-        return flight
+        with self._lock:
+            ticket = writer.submit_notification(piece.buffer, write, text)
+            flight = Flight(writer, ticket, piece)
+            self._flying.append(flight)
+            return flight
 
     def release(self, piece: Piece) -> None:
         """Give a piece's buffer back, once: nothing reads it any more."""
-        if not piece.is_released:
-            piece.is_released = True
-            piece.ring.give_back(piece.buffer)
+        with self._lock:
+            if not piece.is_released:
+                piece.is_released = True
+                piece.ring.give_back(piece.buffer)
 
     def release_after(self, ring: Ring, buffer: StagingBuffer, gathering: Gathering) -> None:
         """Give a buffer back when the gather that fills it is over."""
-        self._filling.append(_Filling(ring, buffer, gathering))
-        self._poll_filling()
+        with self._lock:
+            self._filling.append(_Filling(ring, buffer, gathering))
+            self._poll_filling()
 
     def _poll_filling(self) -> None:
-        for filling in [filling for filling in self._filling if filling.gathering.is_over]:
+        for filling in [filling for filling in self._filling if has_ended(filling.gathering)]:
             self._filling.remove(filling)
             filling.ring.give_back(filling.buffer)
 
     def poll(self) -> None:
         """See which writes are over; what is owed for those that linger is said."""
-        self._poll_filling()
-        for flight in self._flying:
-            flight.poll()
-            if flight.progress and flight.progress.state is TicketState.DONE and not flight.piece.is_kept:
-                self.release(flight.piece)
-        self._flying = [flight for flight in self._flying if flight.progress is None]
-        for lingering in list(self._lingering):
-            self._poll_lingering(lingering)
+        with self._lock:
+            self._poll_filling()
+            for flight in self._flying:
+                flight.poll()
+                if flight.progress and flight.progress.state is TicketState.DONE and not flight.piece.is_kept:
+                    self.release(flight.piece)
+            self._flying = [flight for flight in self._flying if flight.progress is None]
+            for lingering in list(self._lingering):
+                self._poll_lingering(lingering)
 
     def stop(self, grant: Grant, rank: int, flights: Iterable[AnyFlight], *, is_drained: bool) -> bool:
         """End the writes of a rank of an attempt that is over; what is under way lingers.
@@ -233,31 +256,53 @@ class Flights:
             Whether no write of the rank can still land.
         """
         flights = list(flights)
-        for flight in flights:
-            flight.cancel()
-        # Only now: a poll begins what there is room for.
-        for flight in flights:
-            flight.poll()
-        self._flying = [flight for flight in self._flying if flight not in flights]
-        lingering = _Lingering(grant, rank, flights, is_drained=is_drained, now_s=self._clock())
-        self._settle(lingering)
-        if not lingering.flights:
-            return lingering.is_drained
-        # Each holds a buffer or a copy of a GPU at least, so there are never many.
-        self._lingering.append(lingering)
-        return False
+        with self._lock:
+            for flight in flights:
+                flight.cancel()
+            # Only now: a poll begins what there is room for.
+            for flight in flights:
+                flight.poll()
+            self._flying = [flight for flight in self._flying if flight not in flights]
+            lingering = _Lingering(grant, rank, flights, is_drained=is_drained, now_s=self._clock())
+            self._settle(lingering)
+            if not lingering.flights:
+                return lingering.is_drained
+            # Each holds a buffer or a copy of a GPU at least, so there are never many.
+            self._lingering.append(lingering)
+            return False
 
     def close(self) -> None:
-        """Keep what has not begun from beginning, and wait for gathers of jobs that were given up."""
-        for flight in self._flying:
-            flight.cancel()
-        for filling in self._filling:
-            filling.gathering.wait()
-        for lingering in self._lingering:
-            for under_way in lingering.flights:
-                if isinstance(under_way, GatherFlight):
-                    under_way.wait()
+        """Keep what has not begun from beginning, and wait for GPUs, ``CLOSE_WAIT_S`` at most.
+
+        What is under way then goes on; ``settle`` says when it is over. Drain proof is not given any more.
+        """
+        self.cancel()
+        until_s = self._clock() + CLOSE_WAIT_S
         self.poll()
+        while self._is_gpu_at_work and self._clock() < until_s:
+            time.sleep(_CLOSE_POLL_S)
+            self.poll()
+        self._is_closed = True
+
+    def cancel(self) -> None:
+        """Keep what has not begun from beginning."""
+        with self._lock:
+            for flight in self._flying:
+                flight.cancel()
+
+    @property
+    def _is_gpu_at_work(self) -> bool:
+        under_way: list[AnyFlight] = [*self._flying]
+        for lingering in self._lingering:
+            under_way += lingering.flights
+        return bool(self._filling) or any(flight.is_on_gpu for flight in under_way)
+
+    def settle(self) -> bool:
+        """See what has ended after ``close``; return whether nothing is under way. Any thread may call."""
+        with self._lock:
+            self._is_closed = True
+            self.poll()
+            return not (self._flying or self._lingering or self._filling)
 
     def _settle(self, lingering: _Lingering) -> None:
         under_way: list[AnyFlight] = []
@@ -279,5 +324,6 @@ class Flights:
         self._lingering.remove(lingering)
         is_soon = self._clock() - lingering.since_s <= LINGER_S_MAX
         is_same_daemon = self._control.epoch == lingering.grant.epoch
-        if lingering.is_drained and is_soon and is_same_daemon:
+        # The control connection is for one thread, and who settles may be another.
+        if lingering.is_drained and is_soon and is_same_daemon and not self._is_closed:
             self._control.drained(lingering.grant, lingering.rank)

@@ -9,7 +9,7 @@ Source: design, section 8.
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
@@ -18,6 +18,9 @@ from snapd.kv import copy as cpu_copy
 from snapd.kv.checksum import PlaneChecksum
 from snapd.kv.devicejob import DeviceJob, finish
 from snapd.kv.pool import KVPool, PlaneRows, widest_word_bytes
+
+if TYPE_CHECKING:
+    from snapd.kv import gpukernels
 
 _UNIT_BYTES_MAX: Final = 8
 # Slabs and engines align planes at least so far; what is compiled ahead supposes it.
@@ -38,38 +41,55 @@ def _kernels() -> ModuleType:
     return gpukernels
 
 
-def _table(
-    places: Sequence[PlaneRows], plane_addresses: Sequence[int], num_tokens: int
-) -> tuple[list[tuple[int, list[int]]], list[list[int]]]:
-    """Return the planes by the widest word that divides all that is theirs, and the kernel's table.
-
-    Returns:
-        Words in bytes (16 to 1) with the widths of their planes in units, in the table's order; and the
-        table's rows, for all tokens; see ``gpukernels.table_row``.
-    """
+def _by_word(places: Sequence[PlaneRows], plane_addresses: Sequence[int]) -> dict[int, list[int]]:
+    """Return planes, by index, under the widest word, in bytes (16 to 1), that divides all that is theirs."""
     by_word: dict[int, list[int]] = {}
     for index, (place, address) in enumerate(zip(places, plane_addresses, strict=True)):
         multiples = (place.stride_bytes, place.pitch_bytes, place.rows.data_ptr(), address)
         by_word.setdefault(widest_word_bytes(*multiples), []).append(index)
-    groups: list[tuple[int, list[int]]] = []
-    rows: list[list[int]] = []
-    for word_bytes, indexes in by_word.items():
-        unit_bytes = min(word_bytes, _UNIT_BYTES_MAX)
-        groups.append((word_bytes, [places[index].stride_bytes // unit_bytes for index in indexes]))
-        for index in indexes:
-            place = places[index]
-            rows.append(
-                _kernels().table_row(
-                    place.rows.data_ptr(),
-                    plane_addresses[index],
-                    place.pitch_bytes // unit_bytes,
-                    place.stride_bytes // unit_bytes,
-                    index,
-                    0,
-                    num_tokens,
-                )
-            )
-    return groups, rows
+    return by_word
+
+
+def _how(places: Sequence[PlaneRows], word_bytes: int) -> "gpukernels.Launch":
+    """Return how planes that share a word are moved."""
+    unit_bytes = min(word_bytes, _UNIT_BYTES_MAX)
+    widths_units = [place.stride_bytes // unit_bytes for place in places]
+    how: gpukernels.Launch = _kernels().plan_launch(
+        unit_bytes, widths_units, is_wide=word_bytes > _UNIT_BYTES_MAX
+    )
+    return how
+
+
+def _plan(
+    pool: KVPool, part: Sequence[int], plane_addresses: Sequence[int]
+) -> list[tuple[list[int], int, "gpukernels.Launch"]]:
+    """Return what is launched: planes as indexes into *part*, the word that they share, and how.
+
+    A part of a pool is moved as the whole would be, so that what was compiled for that serves it too.
+    """
+    places = pool.planes
+    is_whole = len(part) == len(places)
+    whole = {} if is_whole else _by_word(places, [_ALIGNMENT_BYTES] * len(places))
+    plan = []
+    for word_bytes, members in _by_word([places[index] for index in part], plane_addresses).items():
+        indexes = [part[member] for member in members]
+        like = whole.get(word_bytes, [])
+        # Planes at odd addresses share other words than those that were compiled for.
+        planned = like if set(indexes) <= set(like) else indexes
+        plan.append((members, word_bytes, _how([places[index] for index in planned], word_bytes)))
+    return plan
+
+
+def _table_row(
+    place: PlaneRows, plane_address: int, word_bytes: int, index: int, num_tokens: int
+) -> list[int]:
+    """Return a row of the kernel's table for all tokens of a plane; see ``gpukernels.table_row``."""
+    unit_bytes = min(word_bytes, _UNIT_BYTES_MAX)
+    pitch_units, width_units = place.pitch_bytes // unit_bytes, place.stride_bytes // unit_bytes
+    row: list[int] = _kernels().table_row(
+        place.rows.data_ptr(), plane_address, pitch_units, width_units, index, 0, num_tokens
+    )
+    return row
 
 
 class _TritonJob(DeviceJob):
@@ -83,19 +103,20 @@ class _TritonJob(DeviceJob):
         _kernels()
 
     def _prepare(self) -> None:
-        kernels = _kernels()
         addresses = [plane.data_ptr() for plane in self._planes]
-        groups, rows = _table(self._pool.planes, addresses, self._num_tokens)
+        plan = _plan(self._pool, self._part, addresses)
+        rows = [
+            _table_row(self._places[member], addresses[member], word_bytes, member, self._num_tokens)
+            for members, word_bytes, _ in plan
+            for member in members
+        ]
         table = self._to_device(torch.tensor(rows, dtype=torch.int64))
         self._kept.append(table)
         self._groups = []
         start = 0
-        for word_bytes, widths_units in groups:
-            how = kernels.plan_launch(
-                min(word_bytes, _UNIT_BYTES_MAX), widths_units, is_wide=word_bytes > _UNIT_BYTES_MAX
-            )
-            self._groups.append((table[start : start + len(widths_units)], how))
-            start += len(widths_units)
+        for members, _, how in plan:
+            self._groups.append((table[start : start + len(members)], how))
+            start += len(members)
 
     def _move(self, slots: torch.Tensor, sums: torch.Tensor | None, start: int, stop: int) -> None:
         for table, how in self._groups:
@@ -161,24 +182,22 @@ def warm_up(pool: KVPool) -> None:
     """
     if pool.device.type != "cuda":
         raise InvalidRequest(f"the pool is on {pool.device}; this copy is for a GPU")
-    kernels = _kernels()
-    addresses = [_ALIGNMENT_BYTES] * len(pool.planes)
-    groups, rows = _table(pool.planes, addresses, 0)
     with torch.cuda.device(pool.device):
-        table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
-        slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
-        sums = torch.zeros((len(rows), 2), dtype=torch.int64, device=pool.device)
-        start = 0
-        for word_bytes, widths_units in groups:
-            how = kernels.plan_launch(
-                min(word_bytes, _UNIT_BYTES_MAX), widths_units, is_wide=word_bytes > _UNIT_BYTES_MAX
-            )
-            part = table[start : start + len(widths_units)]
-            start += len(widths_units)
-            for is_scatter in (False, True):
-                # Of no tokens. A launch, as what is only compiled is not loaded.
-                kernels.launch(part, slots, sums, 0, 0, how, is_scatter=is_scatter)
+        launch_nothing(pool)
         torch.cuda.synchronize(pool.device)
+
+
+def launch_nothing(pool: KVPool) -> None:
+    """Launch every kernel that jobs of *pool* may need, for no tokens: compiled is not loaded yet."""
+    places = pool.planes
+    slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
+    sums = torch.zeros((len(places), 2), dtype=torch.int64, device=pool.device)
+    for members, word_bytes, how in _plan(pool, range(len(places)), [_ALIGNMENT_BYTES] * len(places)):
+        rows = [_table_row(places[index], _ALIGNMENT_BYTES, word_bytes, index, 0) for index in members]
+        table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
+        for is_scatter in (False, True):
+            for its_sums in (sums, None):
+                _kernels().launch(table, slots, its_sums, 0, 0, how, is_scatter=is_scatter)
 
 
 def probe(device: torch.device) -> None:

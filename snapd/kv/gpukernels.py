@@ -127,7 +127,8 @@ def _move_tile(
     return sum0, sum1
 
 
-@triton.jit(do_not_specialize=["token_start", "token_stop", "steps"])
+# The base's type is said, as an address and 0 would otherwise be two kernels.
+@triton.jit(do_not_specialize=["token_start", "token_stop", "steps", "plane_base"])
 def _move(
     table,
     slots,
@@ -135,6 +136,7 @@ def _move(
     token_start,
     token_stop,
     steps,
+    plane_base: tl.int64,
     UNIT_BYTES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -153,7 +155,7 @@ def _move(
     """
     row = table + tl.program_id(1) * _TABLE_COLUMNS
     pool_address = tl.load(row)
-    plane_address = tl.load(row + 1)
+    plane_address = tl.load(row + 1) + plane_base
     pitch_units = tl.load(row + 2)
     width_units = tl.load(row + 3)
     first_token = tl.maximum(tl.load(row + 5), token_start)
@@ -238,6 +240,7 @@ def launch(
     *,
     is_scatter: bool,
     span_tokens: int | None = None,
+    plane_base: int = 0,
     tuning: Tuning | None = None,
 ) -> None:
     """Move tokens ``[token_start, token_stop)`` of all rows of *table* on the current stream.
@@ -253,6 +256,7 @@ def launch(
         how: from ``plan_launch``.
         is_scatter: from planes to pool, instead of the other way.
         span_tokens: the most tokens of one row, when the rows narrow the range down; None: all.
+        plane_base: is added to the plane addresses of the table.
         tuning: constants; the result does not depend on them. None: ``DEFAULT_TUNING``.
     """
     tuning = tuning or DEFAULT_TUNING
@@ -270,6 +274,7 @@ def launch(
         token_start,
         token_stop,
         steps,
+        plane_base,
         UNIT_BYTES=how.unit_bytes,
         TOKENS=tokens,
         COLUMNS=how.columns,

@@ -7,20 +7,25 @@ was launched cannot be stopped, so slots and lease go back when it has ended.
 Source: design, sections 3 and 8.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import structlog
 import torch
 
 from snapd.client import Client
-from snapd.errors import InvalidRequest
+from snapd.cudamapping import MappedCudaArena
+from snapd.errors import InvalidRequest, StaleHandle
 from snapd.kv.devicecopy import choose_copy
+from snapd.kv.devicejob import Streams
+from snapd.kv.devicescatter import PrivateMemory
 from snapd.kv.devicewarm import warm_up
 from snapd.kv.ingestjob import STEP_BYTES, IngestJob, IngestTimes, KVOwner, check_places
 from snapd.kv.pool import KVPool
-from snapd.kv.slabs import Slabs
+from snapd.kv.slabs import Slabs, arena_bytes
 from snapd.layout import Namespace, fingerprint
 from snapd.wire import LookupRep, SnapshotFinalizeIngestReqInput, SnapshotFinalizeIngestReqOutput
 
@@ -28,6 +33,8 @@ __all__ = ["STEP_BYTES", "IngestJob", "IngestTimes", "Ingester", "KVOwner"]
 
 # How long ``close`` waits for copies that were given up.
 _CLOSE_S: Final = 10.0
+# Of an arena on another GPU, so that the way there is open.
+_TRIED_BYTES: Final = 256
 
 _log: Final = structlog.get_logger("snapd.kv")
 
@@ -38,7 +45,12 @@ class Ingester:
     The layout is declared when this is made, and again by the client after a restart of the daemon.
 
     A pool on a GPU needs an arena on a GPU of the same host, best the same GPU; one on the host an arena
-    there. Copies on a GPU run on a stream of their own; what they need is compiled when this is made.
+    there. Copies on a GPU run on a stream of their own; what they need is compiled when this is made, and the
+    arena is mapped.
+
+    Planes are copied before they are used when they are on another GPU, or when what P holds ends inside a
+    checksum word: to at most 256 MiB of the pool's GPU, or one plane if that is larger, for all ingests
+    together. ``close`` gives them back.
 
     Args:
         client: the control connection.
@@ -59,6 +71,8 @@ class Ingester:
         ConfigError: the pool is on a GPU and the rank's arena on the host, or the other way round; nothing is
             declared.
         ConnectionProblem: the daemon cannot be asked.
+        MapFailed: this process cannot map the arena.
+        DeviceMemoryFull: the GPU has no memory for a small copy, or for planes of another GPU.
     """
 
     def __init__(
@@ -85,13 +99,32 @@ class Ingester:
         self.agree = agree
         self.verify = verify
         self.slabs = Slabs(client, writable=False)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         self._ending: list[IngestJob] = []
-        check_places(pool.device, rank, client.connect().arenas)
+        self._troubled: weakref.WeakSet[IngestJob] = weakref.WeakSet()
+        hello = client.connect()
+        check_places(pool.device, rank, hello.arenas)
         self.copies = choose_copy(pool.device)
         if self.copies.is_async:
-            warm_up(pool, self.copies)
+            self.copies = warm_up(pool, self.copies)
+        self.private = PrivateMemory(pool.device, self.stream_of(pool.device))
+        # A daemon that was restarted this moment is asked again by the first ingest.
+        with contextlib.suppress(StaleHandle):
+            self._map(hello.epoch)
         client.declare_layout(rank, self.layout)
+
+    def _map(self, epoch: str) -> None:
+        """Map the arena, and open the way to it if it is on another GPU, so that no ingest has to."""
+        arena = self.slabs.arena(self.rank, epoch)
+        if not isinstance(arena, MappedCudaArena) or torch.device(arena.device) == self.pool.device:
+            return
+        far = arena_bytes(arena, 0, min(_TRIED_BYTES, arena.size_bytes))
+        near, source_stream = self.private.take(far.numel()), self.stream_of(far.device)
+        stream = self.stream_of(self.pool.device)
+        with torch.cuda.stream(source_stream), torch.cuda.stream(stream):
+            near[: far.numel()].copy_(far)
+        if stream is not None:
+            stream.synchronize()
 
     def lookup(self, session_id: str) -> LookupRep:
         """Return what is READY for a session; ``slab_handle`` 0: nothing."""
@@ -138,9 +171,22 @@ class Ingester:
     def reap(self) -> None:
         """Give back what copies on a GPU held that were given up and have ended by now. Never waits for it.
 
-        Every ``start`` does it as well, so that it is done when nobody steps a job that was cancelled.
+        Every ``start`` does it as well, so that it is done when nobody steps a job that was cancelled. What
+        the owner raises meanwhile is logged, as it concerns none of those that come after.
         """
-        self._ending = [job for job in self._ending if not job.step(0)]
+        for job in tuple(self._ending):
+            with self._past_trouble(job):
+                job.step(0)
+        self._ending = [job for job in self._ending if not job.done]
+
+    @contextlib.contextmanager
+    def _past_trouble(self, job: IngestJob) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if job not in self._troubled:
+                _log.exception("an ingest that was given up could not be given back cleanly")
+            self._troubled.add(job)
 
     def give_back_later(self, job: IngestJob) -> None:
         """Take note of a job that has been given up and whose copy still runs."""
@@ -148,24 +194,27 @@ class Ingester:
 
     def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return this ingester's stream on *device*, always the same; None: it has none."""
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+        return self._streams.on(device)
 
     def close(self) -> None:
         """Wait for copies that were given up, and unmap the arena; the client stays open.
 
-        A job that was neither given up nor is done keeps its part of the arena mapped.
+        A job that was neither given up nor is done keeps its part of the arena mapped. On a GPU it launches
+        nothing more, and ends as if the daemon were gone.
         """
         until_s = time.monotonic() + _CLOSE_S
         self.reap()
-        while self._ending and time.monotonic() < until_s:
-            self._ending[0].wait()
+        while time.monotonic() < until_s:
+            # What the GPU cannot even be asked about will not end.
+            job = next((job for job in self._ending if job not in self._troubled), None)
+            if job is None:
+                break
+            with self._past_trouble(job):
+                job.wait()
             self.reap()
         if self._ending:
             _log.warning(
                 "copies that were given up do not end; their slots stay lent", jobs=len(self._ending)
             )
         self.slabs.close()
+        self.private.close()

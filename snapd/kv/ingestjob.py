@@ -17,10 +17,11 @@ from snapd import calls
 from snapd.client import Pending
 from snapd.errors import ConfigError, ConnectionProblem, InvalidRequest, Reason, RequestError, SnapdError
 from snapd.kv.checksum import checksums_equal
-from snapd.kv.devicejob import DeviceJob
+from snapd.kv.devicejob import CopyInterrupted, DeviceJob, DeviceMemoryFull
 from snapd.kv.devicescatter import DeviceScatter
 from snapd.kv.hostscatter import HostScatter
 from snapd.layout import token_digest
+from snapd.mapping import AnyMappedArena
 from snapd.units import MS_PER_S, align_down
 from snapd.wire import ArenaOffer, BeginIngestRep, SnapshotFinalizeIngestReqOutput, VoteRep
 
@@ -127,6 +128,7 @@ class IngestJob:
         self._slots: torch.Tensor | None = None
         self._is_locked = False
         self._scatter: HostScatter | DeviceScatter | None = None
+        self._arena: AnyMappedArena | None = None
         self._no: tuple[Reason, bool] = (Reason.INGEST_FAILED, True)
         self._finished: torch.cuda.Event | None = None
         self._vote: Pending[VoteRep] | None = None
@@ -137,12 +139,14 @@ class IngestJob:
         self.decision: VoteRep | None = None
         # A lease belongs to the epoch in which it is given.
         self._epoch = ingester.client.epoch
+        # From before it is asked for, so that it is never over here later than at the daemon.
+        asked_s = time.monotonic()
         try:
             self._lease = ingester.client.begin_ingest(
                 slab_handle, ingester.rank, ingester.layout_fingerprint, session_id=session_id
             )
             self._epoch = ingester.client.epoch
-            self._lease_end_s = time.monotonic() + self._lease.lease_ms / MS_PER_S
+            self._lease_end_s = asked_s + self._lease.lease_ms / MS_PER_S
         except SnapdError as error:
             self._finish(_reason_of(error))
             return
@@ -255,6 +259,8 @@ class IngestJob:
             try:
                 act()
             except SnapdError as error:
+                if self.done:
+                    raise  # The owner's own, while everything was given back.
                 self._fail(error)
         except Exception:
             self._abandon()
@@ -283,6 +289,8 @@ class IngestJob:
                 self._vote_no(Reason.ALLOC_FAILED_ON_FINALIZE, keep=self._in.keep_on_alloc_failure)
                 return
         check_places(self._in.pool.device, self._in.rank, self._in.client.hello.arenas)
+        # Its own: after a restart of the daemon another takes its place among the ingester's.
+        self._arena = self._in.slabs.arena(lease.grant.rank, self._epoch)
         planes = self._in.slabs.planes(lease.grant, lease.num_tokens, self._epoch)
         self._bytes = sum(plane.numel() for plane in planes)
         skip_tokens = min(lease.num_tokens, self._resident_tokens - lease.token_start)
@@ -307,6 +315,7 @@ class IngestJob:
             verify=verify,
             stream_of=self._in.stream_of,
             after=self._after,
+            private=self._in.private,
         )
 
     def _step_scatter(self, max_bytes: int) -> None:
@@ -324,7 +333,11 @@ class IngestJob:
         if not is_done:
             return
         if self._in.verify and checksums_equal(self._lease.checksums, self._scatter.checksums()):
-            self._vote_no(Reason.CHECKSUM_MISMATCH, keep=False)
+            if time.monotonic() >= self._lease_end_s:
+                # Others may write there by now: nothing is known of the snapshot.
+                self._vote_no(Reason.LEASE_EXPIRED, keep=True)
+            else:
+                self._vote_no(Reason.CHECKSUM_MISMATCH, keep=False)
             return
         self._voted_s = time.monotonic()
         self._phase = _Phase.VOTE
@@ -334,10 +347,11 @@ class IngestJob:
         """Check that the memory is still the daemon's and the lease this rank's: a launch cannot be stopped.
 
         Raises:
-            ConnectionLost: the daemon is gone, and its memory on a GPU with it.
+            ConnectionLost: the daemon is gone, and its memory on a GPU with it; or the ingester is closed.
             RequestError: the lease is over.
         """
-        self._in.slabs.check_alive()
+        assert self._arena is not None
+        self._arena.check_alive()
         if now_s >= self._lease_end_s:
             raise RequestError("nothing was copied within the lease's time", reason=Reason.LEASE_EXPIRED)
 
@@ -402,9 +416,10 @@ class IngestJob:
 
     def _fail(self, error: SnapdError) -> None:
         """Nothing was decided as far as this rank knows: ask again, or do not insert."""
+        if isinstance(error, DeviceMemoryFull):
+            _log.warning("an ingest failed, and the snapshot is kept", error=str(error))
         if self._phase is _Phase.SCATTER:
-            # Nothing is wrong with the snapshot when it was the connection.
-            self._vote_no(_reason_of(error), keep=isinstance(error, ConnectionProblem))
+            self._vote_no(_reason_of(error), keep=isinstance(error, _BLAMELESS))
         elif isinstance(error, ConnectionProblem) and self._votes_cast < _VOTES_MAX:
             # The daemon remembers its answer.
             try:
@@ -426,6 +441,8 @@ class IngestJob:
 
         Slots that were being inserted are not given back: the tree may have them.
         """
+        if self.done:
+            return
         if self._phase is _Phase.VOTE:
             self._finish(Reason.INGEST_FAILED)
         else:
@@ -433,27 +450,33 @@ class IngestJob:
 
     def _finish(self, reason: Reason) -> None:
         owner = self._in.owner
-        if self._slots is not None:
-            owner.free(self._slots)
-            self._slots = None
-        if self._is_locked:
-            owner.unlock_prefix(self._session_id)
-            self._is_locked = False
+        slots, self._slots = self._slots, None
+        is_locked, self._is_locked = self._is_locked, False
         self._phase = _Phase.DONE
         self._finished = None if self._scatter is None else self._scatter.finished
         self._scatter = None
+        self._arena = None
         is_ok = reason is Reason.OK
         self._result = SnapshotFinalizeIngestReqOutput(
             ok=is_ok, reason=reason, num_tokens=self._lease.num_tokens if is_ok else 0
         )
-        # The other ranks wait for this one's part of the agreement, whatever came of it here.
-        self._agree(commit=False)
+        # All of it is done, once, whatever the owner raises on the way.
+        with contextlib.ExitStack() as stack:
+            # The other ranks wait for this one's part of the agreement, whatever came of it here.
+            stack.callback(self._agree, commit=False)
+            if is_locked:
+                stack.callback(owner.unlock_prefix, self._session_id)
+            if slots is not None:
+                owner.free(slots)
 
 
 _VOTES: Final = frozenset({
     Reason.ALLOC_FAILED_ON_FINALIZE, Reason.CHECKSUM_MISMATCH, Reason.TOKEN_MISMATCH,
     Reason.PREFIX_NOT_RESIDENT, Reason.INGEST_FAILED,
 })  # fmt: skip
+
+# Nothing is wrong with the snapshot when it was one of these.
+_BLAMELESS: Final = (ConnectionProblem, DeviceMemoryFull, CopyInterrupted)
 
 
 def _reason_of(error: SnapdError) -> Reason:

@@ -9,6 +9,7 @@ Source: design, section 8.
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -30,12 +31,13 @@ from snapd.errors import (
 from snapd.kv.checksum import PlaneChecksum
 from snapd.kv.control import Attempts, ClientControl, NotifyControl, PrepareRequest, PushControl
 from snapd.kv.devicemapped import DeviceMappedJob
-from snapd.kv.devicepush import GpuSide
+from snapd.kv.devicepush import GpuSide, check_planes
 from snapd.kv.devicestaged import DeviceGather
 from snapd.kv.flights import Flights
+from snapd.kv.keeper import KEEPER, Remains
 from snapd.kv.mappedjob import MappedJob, MappedPlanesJob
 from snapd.kv.pool import KVPool
-from snapd.kv.pushjob import PushJob, PushResult, RefusedJob, refused
+from snapd.kv.pushjob import PushJob, PushResult, PushSettings, RefusedJob, refused
 from snapd.kv.slabs import Slabs
 from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource, check_piece_bytes
 from snapd.kv.stagedjob import RingFor, SourceFor, StagedJob
@@ -52,30 +54,6 @@ __all__ = ["NotifyControl", "PushJob", "PushResult", "PushSettings", "Pusher"]
 STEP_BYTES: Final = 64 * MIB
 # What a push that cannot begin ends with.
 _REFUSALS: Final = (RequestError, ConnectionProblem, TransportError, ConfigError, ExtraMissing)
-
-
-class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How bytes go over a transport that cannot map the arena.
-
-    Attributes:
-        piece_bytes: the longest write.
-        ring_bytes: staging memory, at most; allocated as it is needed. On a GPU all of it at once, with room
-            for two pieces at least, and each GPU has its own.
-        in_flight_bytes_max: how much is written at a time; one piece at least.
-        gpu_piece_bytes, gpu_in_flight_bytes_max: the same for pools on a GPU, where a write costs as much
-            as some MiB of it.
-        retries_max: how often a piece is written again, and how often a peer that rests is waited for.
-        gather_threads: torch's threads while a piece is gathered on the CPU; None: as torch is set. On few
-            cores more than one get in the way of the transport's own.
-    """
-
-    piece_bytes: int = 16 * MIB
-    ring_bytes: int = 256 * MIB
-    in_flight_bytes_max: int = 64 * MIB
-    gpu_piece_bytes: int = 128 * MIB
-    gpu_in_flight_bytes_max: int = 256 * MIB
-    retries_max: int = 3
-    gather_threads: int | None = 1
 
 
 class Pusher:
@@ -129,8 +107,8 @@ class Pusher:
         self._attempts = Attempts(self.control)
         self._clock = clock
         self._is_always_staged = writer_for is not None
-        self._ring = StagingRing(settings.ring_bytes, settings.piece_bytes)
-        self._gpus = GpuSide(self.pools, settings.ring_bytes, settings.gpu_piece_bytes)
+        self._ring = ring = StagingRing(settings.ring_bytes, settings.piece_bytes)
+        self._gpus = gpus = GpuSide(self.pools, settings.ring_bytes, settings.gpu_piece_bytes)
         in_flight_bytes_max = (
             settings.gpu_in_flight_bytes_max if self._gpus.is_used else settings.in_flight_bytes_max
         )
@@ -140,6 +118,8 @@ class Pusher:
                 mooncake_writers(mooncake, in_flight_bytes_max, self._gpus.devices), self._slabs
             )
         self._writers = Writers(writer_for, self._gpus.devices)
+        self._remains = Remains(self._flights, self._writers, lambda: (ring, *gpus.rings))
+        self._is_looked_after = False
 
     @property
     def ended(self) -> deque[SessionEnded]:
@@ -332,8 +312,14 @@ class Pusher:
         grant = self.prepare(
             session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
         )
-        # It may have been restarted between the two.
-        return (hello if hello.epoch == grant.epoch else self.control.hello()), grant
+        if hello.epoch != grant.epoch:
+            # It was restarted between the two, and may have other arenas now.
+            try:
+                hello = self._hello(of_planes=of_planes)
+            except BaseException:
+                self.control.failed(grant, Reason.TRANSFER_FAILED, drained=True)
+                raise
+        return hello, grant
 
     def _hello(self, *, of_planes: bool = False) -> HelloRep:
         """Return what the daemon said of itself; no slab is asked for that could not be written now.
@@ -355,11 +341,16 @@ class Pusher:
             raise TransportError(f"transport {hello.transport}: a control connection is needed")
         if not of_planes:
             self._check_places(hello, is_staged=not is_mapped)
+        elif not self._is_always_staged:
+            check_planes(self.pools, hello)
+        is_of_gpu = self._gpus.is_used and not of_planes
         if not is_mapped:
-            piece_bytes = self.settings.piece_bytes
-            if self._gpus.is_used and not of_planes:
-                piece_bytes = self.settings.gpu_piece_bytes
+            piece_bytes = self.settings.gpu_piece_bytes if is_of_gpu else self.settings.piece_bytes
             check_piece_bytes(self.layout.plane_stride_bytes, piece_bytes)
+        if is_of_gpu and not self._gpus.is_near:
+            self._look_after()
+            self._gpus.register(self._writers, hello)
+        elif not is_mapped:
             self._writers.check_peers(hello, self.pools)
         return hello
 
@@ -405,6 +396,7 @@ class Pusher:
         started_s: float,
         after: Sequence[torch.cuda.Event],
     ) -> PushJob:
+        self._look_after()
         if self._is_staged(hello) or not self._gpus.is_near:
 
             def gather(rank_grant: RankGrant, offsets: list[int]) -> DeviceGather:
@@ -415,8 +407,21 @@ class Pusher:
         return DeviceMappedJob(
             grant, self.layout, self.control, self._attempts, started_s,
             slabs=self._slabs, pools=self.pools, jobs=self._gpus.jobs, slots=slots, after=after,
-            stream_for=self._gpus.stream_for, flights=self._flights,
+            stream_for=self._stream_for, flights=self._flights,
         )  # fmt: skip
+
+    def _stream_for(self, device: torch.device) -> torch.cuda.Stream | None:
+        return self._gpus.stream_for(device)
+
+    def _look_after(self) -> None:
+        """Have somebody look after what is left when neither this pusher nor a job of it is there any more.
+
+        Jobs keep the pusher, with what they get of it.
+        """
+        if not self._is_looked_after:
+            self._is_looked_after = True
+            KEEPER.ensure()
+            weakref.finalize(self, self._remains.abandon).atexit = False
 
     def _staged_job(
         self,
@@ -426,6 +431,7 @@ class Pusher:
         started_s: float,
         ring_for: RingFor | None = None,
     ) -> StagedJob:
+        self._look_after()
         return StagedJob(
             grant, self.layout, self.control, self._attempts, started_s,
             hello=hello, source_for=source_for, ring_for=ring_for or self._host_ring, flights=self._flights,
@@ -484,12 +490,17 @@ class Pusher:
     def close(self) -> None:
         """Unmap the arenas and close the writers; the client stays open. End the jobs first.
 
-        Writes that are under way may still land; their memory stays where it is.
+        GPUs are waited for, some seconds at most. Writes that are under way may still land; their memory
+        stays where it is until they are final, and is given back then.
         """
         self._flights.close()
         self._writers.close()
+        if not self._remains.settle():
+            KEEPER.ensure()
+            KEEPER.keep(self._remains.settle)
         self._ring.trim()
-        self._gpus.close()
+        for ring in self._gpus.rings:
+            ring.trim()
         if self._slabs is not None:
             self._slabs.close()
 

@@ -12,8 +12,33 @@ from snapd.calls import Grant
 from snapd.errors import InvalidRequest, Reason, RequestError, SnapdError, TransportError
 from snapd.kv.control import Attempts, PushControl
 from snapd.layout import Layout, snapshot_bytes
-from snapd.units import MS_PER_S
+from snapd.units import MIB, MS_PER_S
 from snapd.wire import SessionEnded
+
+
+class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How bytes go over a transport that cannot map the arena.
+
+    Attributes:
+        piece_bytes: the longest write.
+        ring_bytes: staging memory, at most; allocated as it is needed. On a GPU all of it at once, with room
+            for two pieces at least, and each GPU has its own.
+        in_flight_bytes_max: how much is written at a time; one piece at least.
+        gpu_piece_bytes, gpu_in_flight_bytes_max: the same for pools on a GPU, where a write costs as much
+            as some MiB of it.
+        retries_max: how often a piece is written again, and how often in a row, with no write done between, a
+            peer that rests is waited for.
+        gather_threads: torch's threads while a piece is gathered on the CPU; None: as torch is set. On few
+            cores more than one get in the way of the transport's own.
+    """
+
+    piece_bytes: int = 16 * MIB
+    ring_bytes: int = 256 * MIB
+    in_flight_bytes_max: int = 64 * MIB
+    gpu_piece_bytes: int = 128 * MIB
+    gpu_in_flight_bytes_max: int = 256 * MIB
+    retries_max: int = 3
+    gather_threads: int | None = 1
 
 
 class PushResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +190,10 @@ class GrantedJob(PushJob):
     def _shard_bytes(self) -> int:
         return snapshot_bytes(self._layout, self.grant.num_tokens)
 
+    @property
+    def _ranks(self) -> list[int]:
+        return [rank_grant.rank for rank_grant in self.grant.ranks]
+
     def step(self, max_bytes: int) -> bool:
         """Move up to *max_bytes* (one piece at least, if it has room); return whether the push has ended."""
         if self._result is not None:
@@ -226,7 +255,17 @@ class GrantedJob(PushJob):
         self._end(reason, str(error), getattr(error, "retry_after_ms", 0), said=Reason.TRANSFER_FAILED)
 
     def _end(self, reason: Reason, detail: str, retry_after_ms: int, *, said: Reason) -> None:
-        drained = self._stop()
+        try:
+            drained = self._stop()
+        except BaseException:
+            # Nobody knows what is under way: no proof. But it ends, here and at the daemon.
+            self._tell_end(dict.fromkeys(self._ranks, False), reason, detail, retry_after_ms, said=said)
+            raise
+        self._tell_end(drained, reason, detail, retry_after_ms, said=said)
+
+    def _tell_end(
+        self, drained: dict[int, bool], reason: Reason, detail: str, retry_after_ms: int, *, said: Reason
+    ) -> None:
         is_drained = all(drained.values())
         self._control.failed(self.grant, said, drained=is_drained)
         if not is_drained:

@@ -58,7 +58,9 @@ class Slabs:
     def arena(self, rank: int, epoch: str) -> AnyMappedArena:
         """Return the arena of *rank* as it was in *epoch*.
 
-        One on a GPU whose daemon is gone is let go of, and asked for anew.
+        One on a GPU whose daemon is gone is let go of, and asked for anew. Letting go never waits for a GPU.
+        Whoever keeps planes for longer keeps the arena as well, and calls its ``check_alive`` before every
+        use: another epoch's may have taken its place here.
 
         Raises:
             StaleHandle: the daemon is in another epoch by now; nothing granted before may be touched.
@@ -66,15 +68,21 @@ class Slabs:
             ConnectionProblem: the daemon cannot be asked.
         """
         known = self._arenas.get(rank)
-        if known is not None and known.epoch == epoch and not known.is_abandoned:
-            return known
-        if known is not None:
+        if known is not None and known.is_abandoned:
+            # Nobody may touch it, whatever comes in its place.
             del self._arenas[rank]
             known.close()
+            known = None
+        if known is not None and known.epoch == epoch:
+            return known
+        if known is not None and known.epoch == self._client.epoch:
+            raise _stale(known.epoch, epoch)
         arena = self._client.map_buffer(rank, writable=self._writable)
         if arena.epoch != epoch:
             arena.close()
-            raise StaleHandle(f"the daemon was restarted: its epoch is {arena.epoch}, the grant's {epoch}")
+            raise _stale(arena.epoch, epoch)
+        if known is not None:
+            known.close()
         self._arenas[rank] = arena
         return arena
 
@@ -82,8 +90,8 @@ class Slabs:
         """Return the planes of a shard, K of all layers and then V of all layers.
 
         Each is uint8 of shape [num_tokens * stride_bytes], on the arena's device, and shares the arena's
-        memory, which stays mapped as long as there is a plane of it. On a GPU it is the daemon's: whoever
-        keeps planes for longer calls ``check_alive`` before every use.
+        memory, which stays mapped as long as there is a plane of it. On a GPU it is the daemon's: see
+        ``arena``.
 
         Raises:
             InvalidRequest: a plane lies outside the grant's extents, or those outside the arena.
@@ -91,12 +99,14 @@ class Slabs:
         """
         arena = self.arena(grant.rank, epoch)
         return [
-            _tensor(arena, offset_bytes, size_bytes)
+            arena_bytes(arena, offset_bytes, size_bytes)
             for offset_bytes, size_bytes in plane_places(grant, num_tokens, arena.size_bytes)
         ]
 
     def check_alive(self) -> None:
-        """Check that the memory of every mapped arena is still its daemon's.
+        """Check that the memory of every arena that is mapped now is still its daemon's.
+
+        It says nothing of planes that are older than an arena's mapping.
 
         Raises:
             ConnectionLost: one lies on a GPU, and its daemon is gone.
@@ -111,8 +121,12 @@ class Slabs:
         self._arenas.clear()
 
 
-def _tensor(arena: AnyMappedArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-    """Return *size_bytes* of an arena as a tensor."""
+def _stale(epoch: str, granted_epoch: str) -> StaleHandle:
+    return StaleHandle(f"the daemon was restarted: its epoch is {epoch}, the grant's {granted_epoch}")
+
+
+def arena_bytes(arena: AnyMappedArena, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+    """Return *size_bytes* of an arena, uint8 of shape [size_bytes]; the tensor keeps it mapped."""
     if isinstance(arena, MappedArena):
         return _host_tensor(arena, offset_bytes, size_bytes)
     return _gpu_tensor(arena, offset_bytes, size_bytes)

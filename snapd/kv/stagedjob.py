@@ -17,8 +17,8 @@ from snapd.errors import InvalidRequest, PeerResting, StaleHandle, TransportErro
 from snapd.kv.control import Attempts, Commitment, PushControl, RankCommit
 from snapd.kv.devicestaged import DeviceGather, PieceGathering
 from snapd.kv.devicestaging import DeviceRing
-from snapd.kv.flights import Flight, Flights, Piece
-from snapd.kv.pushjob import GrantedJob
+from snapd.kv.flights import Flight, Flights, Piece, has_ended
+from snapd.kv.pushjob import GrantedJob, PushResult
 from snapd.kv.slabs import plane_places
 from snapd.kv.staged import StagedPiece, StagedSource
 from snapd.kv.staging import Ring, StagingBuffer
@@ -132,7 +132,8 @@ class StagedJob(GrantedJob):
         ring_for: where a rank's buffers come from.
         flights: the writes of this pusher.
         writers: the writers of this pusher.
-        retries_max: how often a piece is written again, and how often a peer that rests is waited for.
+        retries_max: how often a piece is written again, and how often in a row, with no write done between, a
+            peer that rests is waited for.
         gather_threads: torch's threads while a piece is gathered.
         clock: seconds, monotonic.
     """
@@ -162,10 +163,11 @@ class StagedJob(GrantedJob):
         self._gather_threads = gather_threads
         self._clock = clock
         self._shards = [_Shard(rank_grant, ring_for(rank_grant.rank)) for rank_grant in grant.ranks]
-        self._rests = 0
+        self._rests = 0  # Since the last write that was done.
         self._rest_until_s = 0.0
         self._has_moved = False
         self._busy_waits = 0
+        self._bytes_done = 0
         self._began_s = clock()
         super().__init__(grant, layout, control, attempts, started_s)
         self._lifetime_ms = control.lifetime_ms(self._shard_bytes * len(grant.ranks))
@@ -173,7 +175,8 @@ class StagedJob(GrantedJob):
     @property
     def bytes_done(self) -> int:
         """Payload bytes gathered so far, over all ranks."""
-        return sum(shard.source.bytes_done for shard in self._shards if shard.source is not None)
+        under_way = sum(shard.source.bytes_done for shard in self._shards if shard.source is not None)
+        return self._bytes_done + under_way
 
     def wait(self) -> None:
         """Wait a little, unless the last step moved something."""
@@ -201,7 +204,7 @@ class StagedJob(GrantedJob):
             for shard in self._shards:
                 if any(flight.progress is not None for flight in shard.flying):
                     return
-                if shard.filling and shard.filling[0][1].is_over:
+                if shard.filling and has_ended(shard.filling[0][1]):
                     return
             time.sleep(0)
 
@@ -247,7 +250,9 @@ class StagedJob(GrantedJob):
             shard.flying.remove(flight)
             self._has_moved = True
             assert flight.progress is not None
-            if flight.progress.state is not TicketState.DONE:
+            if flight.progress.state is TicketState.DONE:
+                self._rests = 0
+            else:
                 shard.ready.appendleft(flight.piece)
                 self.note_failure(shard, flight)
 
@@ -439,10 +444,9 @@ class StagedJob(GrantedJob):
         if shard.buffer is not None:
             shard.ring.give_back(shard.buffer)
             shard.buffer = None
-        for buffer, gathering in shard.filling:
+        while shard.filling:
             # The GPU still writes there.
-            self._flights.release_after(shard.ring, buffer, gathering)
-        shard.filling.clear()
+            self._flights.release_after(shard.ring, *shard.filling.popleft())
         flights = shard.flying + ([shard.notice] if shard.notice is not None else [])
         flying_pieces = [flight.piece for flight in flights]
         for piece in shard.ready:
@@ -450,5 +454,14 @@ class StagedJob(GrantedJob):
         if shard.last_piece is not None and shard.last_piece not in flying_pieces:
             self._flights.release(shard.last_piece)
         shard.ready.clear()
+        is_drained = self._flights.stop(self.grant, shard.grant.rank, flights, is_drained=shard.is_drained)
+        # Only now: what is forgotten here is proven by nobody.
         shard.flying, shard.notice, shard.last_piece = [], None, None
-        return self._flights.stop(self.grant, shard.grant.rank, flights, is_drained=shard.is_drained)
+        return is_drained
+
+    def _finish(self, result: PushResult) -> None:
+        super()._finish(result)
+        # The caller may keep the job for its result; tables and slots on a GPU are not for that.
+        self._bytes_done = self.bytes_done
+        for shard in self._shards:
+            shard.source = None

@@ -19,11 +19,21 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 # Memory that rings have let go of, by process and size. A transport may have it registered for some time
 # yet, and memory that is mapped anew at a registered address cannot be registered.
 _spare: Final[dict[tuple[int, int], list[torch.Tensor]]] = {}
-_spare_lock: Final = threading.Lock()
+# A collection of garbage may let go of a ring while the same thread holds it.
+_spare_lock: Final = threading.RLock()
 # What is lent may be read by a transport, whoever has forgotten the ring meanwhile.
 # By process and address: a child may map its own memory where its parent's is, which must not be let go of
 # there, as that would unmap the child's.
 _lent: Final[dict[tuple[int, int], "StagingBuffer"]] = {}
+
+
+class Filler(Protocol):
+    """What fills a buffer without this thread, such as a GPU."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it fills it no more. Never waits."""
+        ...
 
 
 class Ring(Protocol):
@@ -51,6 +61,10 @@ class Ring(Protocol):
         """Let go of what is not lent."""
         ...
 
+    def reclaim(self) -> bool:
+        """Take back what is lent, unless it is being filled; return whether nothing is lent then."""
+        ...
+
 
 class StagingBuffer:
     """Page-aligned memory for one piece.
@@ -61,9 +75,10 @@ class StagingBuffer:
         size_bytes: whole pages.
         region: address and size in bytes of what a transport is told of, the buffer and maybe its neighbours.
         pid: of the process that has it mapped; its children do not.
+        filler: what fills it, if that is not this thread; None: nothing was told to.
     """
 
-    __slots__ = ("address", "memory", "pid", "region", "size_bytes")
+    __slots__ = ("address", "filler", "memory", "pid", "region", "size_bytes")
 
     def __init__(self, memory: torch.Tensor, region: tuple[int, int] | None = None) -> None:
         self.memory = memory
@@ -71,10 +86,19 @@ class StagingBuffer:
         self.size_bytes = memory.numel()
         self.region = region or (self.address, self.size_bytes)
         self.pid = os.getpid()
+        self.filler: Filler | None = None
+
+    @property
+    def is_being_filled(self) -> bool:
+        """Whether something may write to it still."""
+        try:
+            return self.filler is not None and not self.filler.is_over
+        except Exception:  # Whatever a driver says: it may.
+            return True
 
 
 class StagingRing:
-    """Buffers that are taken and given back. Not thread safe; for the process that made it.
+    """Buffers that are taken and given back, for the process that made it.
 
     The last one given back is taken first, as its bytes are in the cache. Memory is allocated when it is
     first needed, and kept: a transport registers it once.
@@ -95,8 +119,10 @@ class StagingRing:
                 f"a ring of {format_bytes(ring_bytes)} has no room for a piece of {format_bytes(piece_bytes)}"
             )
         self._free: list[StagingBuffer] = []
-        self._lent: set[int] = set()
+        self._lent: dict[int, StagingBuffer] = {}
         self._allocated = 0
+        # Who keeps what a pusher left gives back in another thread.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         weakref.finalize(self, _spare_all, self._free).atexit = False
 
@@ -118,16 +144,17 @@ class StagingRing:
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a pusher's staging memory is not for forks: make a Pusher in each process")
-        if self._free:
-            buffer = self._free.pop()
-        elif self._allocated < self.buffers_max:
-            buffer = StagingBuffer(allocate_host(self._buffer_bytes))
-            self._allocated += 1
-        else:
-            return None
-        self._lent.add(buffer.address)
-        _lent[buffer.pid, buffer.address] = buffer
-        return buffer
+        with self._lock:
+            if self._free:
+                buffer = self._free.pop()
+            elif self._allocated < self.buffers_max:
+                buffer = StagingBuffer(allocate_host(self._buffer_bytes))
+                self._allocated += 1
+            else:
+                return None
+            self._lent[buffer.address] = buffer
+            _lent[buffer.pid, buffer.address] = buffer
+            return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back: nobody reads from it any more.
@@ -135,16 +162,25 @@ class StagingRing:
         Raises:
             InvalidRequest: it is not lent.
         """
-        if buffer.address not in self._lent:
-            raise InvalidRequest("a buffer that is not lent was given back")
-        self._lent.remove(buffer.address)
-        del _lent[buffer.pid, buffer.address]
-        self._free.append(buffer)
+        with self._lock:
+            if buffer.address not in self._lent:
+                raise InvalidRequest("a buffer that is not lent was given back")
+            del self._lent[buffer.address]
+            del _lent[buffer.pid, buffer.address]
+            self._free.append(buffer)
 
     def trim(self) -> None:
         """Let go of what is not lent."""
-        self._allocated -= len(self._free)
-        _spare_all(self._free)
+        with self._lock:
+            self._allocated -= len(self._free)
+            _spare_all(self._free)
+
+    def reclaim(self) -> bool:
+        """Take back what is lent, unless it is being filled; return whether nothing is lent then."""
+        with self._lock:
+            for buffer in [buffer for buffer in self._lent.values() if not buffer.is_being_filled]:
+                self.give_back(buffer)
+            return not self._lent
 
 
 def _spare_all(buffers: list[StagingBuffer]) -> None:

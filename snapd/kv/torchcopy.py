@@ -22,17 +22,24 @@ CHUNK_BYTES: Final = 64 * MIB
 
 # Words are summed as [rows, ROW_WORDS], see ``checksum``.
 _ROW_WORDS: Final = 256
-_ROW_BYTES: Final = _ROW_WORDS * WORD_BYTES
+ROW_BYTES: Final = _ROW_WORDS * WORD_BYTES
 
 
-def _sum_words(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both sums, on the device, of int64 *words*, a multiple of ``_ROW_WORDS``, from position 1 on."""
-    rows = words.view(-1, _ROW_WORDS)
-    row_sums, column_sums = rows.sum(1), rows.sum(0)  # int64 wraps: arithmetic mod 2^64
-    positions = torch.arange(max(rows.shape[0], _ROW_WORDS) + 1, dtype=torch.int64, device=words.device)
-    of_rows = (row_sums * positions[: rows.shape[0]]).sum() * _ROW_WORDS
-    of_columns = (column_sums * positions[1 : _ROW_WORDS + 1]).sum()
-    return row_sums.sum(), of_rows + of_columns
+def sum_words(words: torch.Tensor, first_word: int = 0) -> torch.Tensor:
+    """Return both sums of each part, on the device, int64 of shape [num_parts, 2].
+
+    Args:
+        words: int64, shape [num_parts, num_words]; a multiple of ``ROW_BYTES`` each.
+        first_word: of its plane, where each part starts.
+    """
+    rows = words.view(words.shape[0], -1, _ROW_WORDS)
+    row_sums, column_sums = rows.sum(2), rows.sum(1)  # int64 wraps: arithmetic mod 2^64
+    num_rows = rows.shape[1]
+    positions = torch.arange(max(num_rows, _ROW_WORDS) + 1, dtype=torch.int64, device=words.device)
+    sum0 = row_sums.sum(1)
+    of_rows = (row_sums * positions[:num_rows]).sum(1) * _ROW_WORDS
+    of_columns = (column_sums * positions[1 : _ROW_WORDS + 1]).sum(1)
+    return torch.stack((sum0, of_rows + of_columns + sum0 * first_word), 1)
 
 
 class _TorchJob(DeviceJob):
@@ -47,7 +54,7 @@ class _TorchJob(DeviceJob):
         """There is nothing to make."""
 
     def _move(self, slots: torch.Tensor, sums: torch.Tensor | None, start: int, stop: int) -> None:
-        for index, place in enumerate(self._pool.planes):
+        for index, place in enumerate(self._places):
             # Every chunk but the last ends at a whole word.
             granule = WORD_BYTES // math.gcd(WORD_BYTES, place.stride_bytes)
             step = max(granule, align_down(CHUNK_BYTES // place.stride_bytes, granule))
@@ -55,16 +62,14 @@ class _TorchJob(DeviceJob):
                 last = min(first + step, stop)
                 private = self._move_chunk(place, slots[first:last], self._planes[index], first)
                 if sums is not None:
-                    sum0, sum1 = _sum_words(private)
-                    sums[index, 0] += sum0
-                    sums[index, 1] += sum1 + first * place.stride_bytes // WORD_BYTES * sum0
+                    sums[index] += sum_words(private[None], first * place.stride_bytes // WORD_BYTES)[0]
 
     def _move_chunk(
         self, place: PlaneRows, slots: torch.Tensor, plane: torch.Tensor, first: int
     ) -> torch.Tensor:
         """Move the tokens of *slots*, from token *first* on; return what was moved, with zeros after it."""
         size_bytes = slots.numel() * place.stride_bytes
-        private = torch.empty(align_up(size_bytes, _ROW_BYTES), dtype=torch.uint8, device=plane.device)
+        private = torch.empty(align_up(size_bytes, ROW_BYTES), dtype=torch.uint8, device=plane.device)
         private[size_bytes:] = 0
         shape = (slots.numel(), place.stride_bytes // place.word_bytes)
         rows = bytes_as_words(private.untyped_storage(), 0, shape, place.stride_bytes, place.word_bytes)

@@ -4,6 +4,7 @@ Source: design, section 7.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -12,6 +13,7 @@ import msgspec
 import torch
 
 from snapd.errors import ConfigError, TransportError, WrongRank
+from snapd.kv.peerwriter import PeerWriter
 from snapd.kv.staging import StagingBuffer
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import ArenaWriter, Progress, Write
@@ -77,7 +79,9 @@ def mooncake_writers(
             engines = MooncakeEngines.shared(own)
         else:
             key = (os.getpid(), device, msgspec.json.encode(own, order="deterministic"))
-            engines = _gpu_engines.get(key) or _gpu_engines.setdefault(key, MooncakeEngines(own))
+            engines = _gpu_engines.get(key) or _gpu_engines.setdefault(
+                key, MooncakeEngines(own, current=functools.partial(current, device))
+            )
         return MooncakeWriter(
             engines,
             address.segment_name,
@@ -123,6 +127,16 @@ class RankWriter:
         self._writer = writer
         self._device = device
         self._known: set[tuple[int, int]] = set()
+
+    @property
+    def is_local_copy(self) -> bool:
+        """Whether writes are copies of a GPU of this process, which end whatever a peer does."""
+        return isinstance(self._writer, PeerWriter)
+
+    def make_known(self, buffer: StagingBuffer) -> None:
+        """Make a buffer known before it is written from; errors as ``ArenaWriter.register_source``."""
+        with current(self._device):
+            self._make_known(buffer)
 
     def submit(self, buffer: StagingBuffer, write: Write) -> int:
         """Begin a write out of *buffer*, and return a ticket; errors as ``ArenaWriter.submit``."""

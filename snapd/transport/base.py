@@ -63,10 +63,15 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class ArenaMemory(Protocol):
-    """What a transport needs to know of an arena, on the host or on a GPU."""
+    """What a transport needs to know of an arena, on the host (``cpu``) or on a GPU."""
 
     rank: int
     size_bytes: int
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda:N``."""
+        ...
 
     def map(self) -> int:
         """Return where it starts in this process."""
@@ -117,7 +122,7 @@ class ArenaWriter(Protocol):
         ...
 
     def submit(self, writes: Sequence[Write]) -> int:
-        """Begin the writes, in order and as room allows, and return a ticket. Does not wait for the peer.
+        """Begin the writes, in order and as room allows, and return a ticket. Waits for no peer and no GPU.
 
         The source bytes must stay as they are until the ticket is final.
 

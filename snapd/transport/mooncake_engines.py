@@ -3,6 +3,7 @@
 Source: design, section 7.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from snapd.errors import TransportError
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.backoff import Backoff
 from snapd.transport.mooncake_engine import MooncakeEngine
+from snapd.transport.mooncake_submitter import Current, Submitter
 from snapd.units import format_bytes
 
 SEGMENTS_MAX: Final = 1_024
@@ -27,9 +29,10 @@ class Opening:
         error: why it failed; empty while it runs and when it succeeded.
     """
 
-    def __init__(self, engine: MooncakeEngine, segment_name: str, target_ptr: int) -> None:
+    def __init__(self, engine: MooncakeEngine, segment_name: str, target_ptr: int, current: Current) -> None:
         self.is_over = False
         self.error = ""
+        self._current = current
         self._engine = engine
         self._call = (segment_name, target_ptr)
         # A daemon thread: a peer that is stopped must not keep this process from ending.
@@ -37,7 +40,8 @@ class Opening:
 
     def _run(self) -> None:
         try:
-            self._engine.open(*self._call)
+            with self._current():
+                self._engine.open(*self._call)
         except Exception as error:  # Whatever it was, whoever waits must hear of it.
             self.error = str(error) or type(error).__name__
         finally:
@@ -62,11 +66,14 @@ class MooncakeEngines:
 
     Attributes:
         backoff: of the peers, shared by all writers.
+        current: makes what a thread of one's own needs current.
+        submitter: begins writes, where beginning one may wait; None: nothing waits.
 
     Args:
         config: how to use Mooncake.
         make: makes an engine.
         backoff: of the peers.
+        current: the sources are on a GPU, and this makes it the calling thread's; None: they are on the host.
     """
 
     _shared: ClassVar[dict[tuple[int, bytes], "MooncakeEngines"]] = {}
@@ -78,8 +85,11 @@ class MooncakeEngines:
         *,
         make: Callable[[MooncakeConfig], MooncakeEngine] = MooncakeEngine,
         backoff: Backoff | None = None,
+        current: Current | None = None,
     ) -> None:
         self.backoff = Backoff() if backoff is None else backoff
+        self.current: Current = contextlib.nullcontext if current is None else current
+        self.submitter = None if current is None else Submitter(current)
         self._config = config
         self._make = make
         self._current: _Use | None = None
@@ -178,7 +188,7 @@ class MooncakeEngines:
             openings = self._use(engine).openings
             opening = openings.get(segment_name)
             if opening is None or opening.is_over:
-                opening = openings[segment_name] = Opening(engine, segment_name, target_ptr)
+                opening = openings[segment_name] = Opening(engine, segment_name, target_ptr, self.current)
             return opening
 
     def keep(self, settle: Callable[[], bool]) -> None:

@@ -46,11 +46,11 @@ class MooncakeOfferer:
     """
 
     name = "mooncake"
+    # Its bytes may be under way in the network, in a socket of this process, or on a GPU, whose context a
+    # forked child keeps, when the writer is gone.
+    is_exit_drain_proof = False
 
     def __init__(self, config: MooncakeConfig, piece_bytes: int) -> None:
-        # A write over NVLink is made by the writer's own GPU process; elsewhere its bytes may be under way
-        # in the network, or in a socket of this process, when the writer is gone.
-        self.is_exit_drain_proof = config.protocol == "nvlink_intra"
         self._config = config
         self._piece_bytes = piece_bytes
         self._registered: list[tuple[ArenaMemory, int]] = []

@@ -8,6 +8,7 @@ longer than ``connect_timeout_s``.
   the same, when a stopped peer goes on: its ticket is not drained.
 * The first failed write in a row does not make the peer rest, so that a piece can be tried again within
   its push; the second does, and so does a first contact that fails.
+* Out of a GPU, beginning a write may wait for what the GPU is doing, so it happens in a thread, in order.
 * A writer is for one life of a daemon. It goes on when its peer was only away; a daemon that was started
   anew has another epoch, and needs another writer.
 
@@ -27,6 +28,7 @@ from snapd.errors import TransportError
 from snapd.transport.base import Progress, TicketState, Write
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.transport.mooncake_engines import MooncakeEngines, Opening
+from snapd.transport.mooncake_submitter import Current, Submission
 from snapd.units import MIB
 
 IN_FLIGHT_BYTES_MAX: Final = 256 * MIB
@@ -40,16 +42,20 @@ CONNECT_TIMEOUT_S: Final = 10.0
 class _Notice:
     """A write with a notification under way, in a thread of its own: the call waits for the peer."""
 
-    def __init__(self, engine: MooncakeEngine, segment_name: str, write: Write, text: str) -> None:
+    def __init__(
+        self, engine: MooncakeEngine, segment_name: str, write: Write, text: str, current: Current
+    ) -> None:
         self.state = WriteState.RUNNING
         self.error = ""
         self._call = (segment_name, write, text)
         self._engine = engine
+        self._current = current
         threading.Thread(target=self._run, name=f"snapd-notify-{segment_name}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._engine.notify(*self._call)
+            with self._current():
+                self._engine.notify(*self._call)
         except Exception as error:  # Whatever it was, whoever polls must hear of it.
             self.error = str(error) or type(error).__name__
             self.state = WriteState.FAILED
@@ -58,10 +64,10 @@ class _Notice:
 
 
 class _Flight(msgspec.Struct):
-    """A write that has begun: asked for by its id, or its thread."""
+    """A write that has begun, or will: asked for by its id, or whoever begins it."""
 
     size_bytes: int
-    began: int | _Notice
+    began: int | _Notice | Submission
 
 
 class _Ticket(msgspec.Struct):
@@ -246,25 +252,45 @@ class MooncakeWriter:
         if ticket.waiting:
             ticket.waiting.clear()
             ticket.is_cancelled = True
+        if self._withdraw(ticket):
+            ticket.is_cancelled = True
+
+    def _withdraw(self, ticket: _Ticket) -> bool:
+        """Keep from beginning what a thread was to begin; return whether there was something."""
+        before = len(ticket.flying)
+        ticket.flying = [
+            flight
+            for flight in ticket.flying
+            if not (isinstance(flight.began, Submission) and flight.began.withdraw())
+        ]
+        return len(ticket.flying) < before
 
     def _advance(self) -> None:
         """See which writes have ended, and begin what there is room for."""
         for ticket in self._tickets.values():
             if ticket.flying:
                 ticket.flying = [flight for flight in ticket.flying if not self._has_ended(ticket, flight)]
+                if ticket.failure:
+                    self._withdraw(ticket)
         if any(ticket.waiting for ticket in self._tickets.values()) and self._is_reached():
             self._begin()
 
     def _has_ended(self, ticket: _Ticket, flight: _Flight) -> bool:
-        if isinstance(flight.began, _Notice):
-            state, detail = flight.began.state, flight.began.error
+        began = flight.began
+        detail = f"a write to {self._segment_name} failed"
+        if isinstance(began, _Notice):
+            state, detail = began.state, began.error
+        elif isinstance(began, Submission):
+            state, detail = began.check(), began.error or detail
         else:
-            state, detail = self._engine.check(flight.began), f"a write to {self._segment_name} failed"
+            state = self._engine.check(began)
         if state is WriteState.RUNNING:
             return False
         if state is WriteState.FAILED:
-            ticket.is_drained = False
-            self._fail(ticket, f"{detail}; it may still land", may_retry_once=True)
+            if not isinstance(began, Submission) or began.may_land:
+                ticket.is_drained = False
+                detail = f"{detail}; it may still land"
+            self._fail(ticket, detail, may_retry_once=True)
         return True
 
     def _fail(self, ticket: _Ticket, detail: str, *, may_retry_once: bool) -> None:
@@ -306,20 +332,31 @@ class MooncakeWriter:
                     return
                 if flying_writes >= IN_FLIGHT_WRITES_MAX or notices >= NOTIFICATIONS_MAX:
                     return
+                if self._engines.submitter is not None and not self._engines.submitter.has_room:
+                    return
                 ticket.waiting.popleft()
-                if ticket.text is not None:
-                    began: int | _Notice = _Notice(self._engine, self._segment_name, write, ticket.text)
-                    notices += 1
-                else:
-                    try:
-                        began = self._engine.submit(self._segment_name, write)
-                    except TransportError as error:
-                        self._fail(ticket, str(error), may_retry_once=True)
-                        break
+                try:
+                    began = self._begin_one(write, ticket.text)
+                except TransportError as error:
+                    self._fail(ticket, str(error), may_retry_once=True)
+                    break
+                notices += isinstance(began, _Notice)
                 ticket.has_written = True
                 ticket.flying.append(_Flight(write.size_bytes, began))
                 flying_bytes += write.size_bytes
                 flying_writes += 1
+
+    def _begin_one(self, write: Write, text: str | None) -> int | _Notice | Submission:
+        """Begin a write.
+
+        Raises:
+            TransportError: it did not begin.
+        """
+        if text is not None:
+            return _Notice(self._engine, self._segment_name, write, text, self._engines.current)
+        if self._engines.submitter is not None:
+            return self._engines.submitter.submit(self._engine, self._segment_name, write)
+        return self._engine.submit(self._segment_name, write)
 
     def _settle(self) -> bool:
         """See which writes have ended after ``close``; return whether nothing is under way any more."""

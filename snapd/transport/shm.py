@@ -1,7 +1,8 @@
 """Shared memory: D maps the arena, on the host or on a GPU of it, and copies. Needs no extra package.
 
-A copy is done when ``submit`` returns, so every ticket is final and drained at once. The exit of
-the process is drain proof as well: a mapping does not outlive it, and children do not inherit it.
+A copy is done when ``submit`` returns, so every ticket is final and drained at once. On the host the
+exit of the process is drain proof as well: a mapping does not outlive it, and children do not inherit it.
+What a process has launched on a GPU may outlive it: a forked child keeps its context there.
 
 Source: design, section 7.
 """
@@ -20,11 +21,14 @@ class ShmOfferer:
     """The daemon's side. There is nothing to register: the control socket hands over all it takes."""
 
     name = "shm"
-    is_exit_drain_proof = True
+
+    def __init__(self) -> None:
+        self.is_exit_drain_proof = True
 
     def register(self, arena: ArenaMemory) -> int:
         """Return 0: a target pointer is an offset into the arena."""
-        del arena
+        if arena.device != "cpu":
+            self.is_exit_drain_proof = False
         return 0
 
     def address(self) -> str:

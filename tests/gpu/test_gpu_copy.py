@@ -8,9 +8,11 @@ import torch
 
 from snapd.errors import InvalidRequest
 from snapd.kv import copy as cpu_copy
+from snapd.kv import devicescatter
 from snapd.kv.checksum import plane_checksum
 from snapd.kv.devicecopy import choose_copy
 from snapd.kv.devicejob import finish
+from snapd.kv.devicescatter import DeviceScatter, PrivateMemory
 from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob, gather_gpu, scatter_gpu, warm_up
 from snapd.kv.pool import KVPool
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
@@ -230,7 +232,7 @@ def test_slots_on_the_device(jobs: Jobs, dtype: torch.dtype) -> None:
 
 
 @both_kinds
-@pytest.mark.parametrize("slots", [[0, 4096], [-1, 0], [3, 3]])
+@pytest.mark.parametrize("slots", [[0, 4096], [-1, 0], [3, 3], [2**32 + 5, 0], [5 - 2**32, 0]])
 def test_wrong_slots_on_the_device_are_refused_and_nothing_moves(jobs: Jobs, slots: list[int]) -> None:
     pool, planes = filled_pool(1), poisoned_planes(2)
     for kind in (jobs.gather, jobs.scatter):
@@ -276,6 +278,47 @@ def test_after_a_warm_up_nothing_is_compiled() -> None:
     sums = gather_gpu(pool, torch.arange(50), planes)
     assert scatter_gpu(planes, pool, torch.arange(50)) == sums
     assert len(gpukernels._move.device_caches[0][0]) == compiled
+
+
+@pytest.mark.parametrize("private_bytes", [1, 150_000])
+def test_after_a_warm_up_nothing_is_compiled_for_a_part_of_a_pool(
+    monkeypatch: pytest.MonkeyPatch, private_bytes: int
+) -> None:
+    """Planes with a cut word are scattered some at a time, and without sums."""
+    from snapd.kv import gpukernels
+
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", private_bytes)
+    widths = [1024, 1024, 768, 768, 132, 656, 2048]
+    stores = Stores(widths, 64)
+    pool = stores.pool([store.to(DEVICE) for store in stores.random()])
+    warm_up(pool)
+    compiled = len(gpukernels._move.device_caches[0][0])
+    planes = [torch.zeros(40 * width, dtype=torch.uint8, device=DEVICE) for width in widths]
+    side = torch.cuda.Stream(DEVICE)
+    for skip_tokens in (1, 2):
+        scatter = DeviceScatter(
+            GpuScatterJob, pool, planes, torch.arange(40 - skip_tokens), skip_tokens, 40,
+            verify=True, stream_of=lambda _: side, after=None, private=PrivateMemory(DEVICE, side),
+        )  # fmt: skip
+        while not scatter.step(1 << 30):
+            pass
+        assert scatter.checksums() == ((0, 0),) * len(widths)
+    assert len(gpukernels._move.device_caches[0][0]) == compiled
+
+
+@both_kinds
+def test_slots_on_the_device_can_be_brought_before_the_launch(jobs: Jobs) -> None:
+    pool, planes = filled_pool(1), poisoned_planes(3000)
+    torch.cuda.synchronize()
+    job = jobs.gather(pool, torch.arange(3000, device=DEVICE), planes)
+    while not job.bring_slots():
+        job.wait()
+    torch.cuda.synchronize()
+    assert not job.is_launched and all_equal(planes, POISON)
+    job.step(1)
+    assert job.is_launched
+    finish(job)
+    assert all_equal(planes, 1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")

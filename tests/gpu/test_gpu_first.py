@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,32 +41,66 @@ d.close()
 """
 INGEST = """
 import test_gpu_ingest as t
-pair = t.GpuPair(daemon)
-tokens = t.tokens_of(71)
+kind, had, num_tokens, device = {case}
+kinds = t.KINDS | dict(
+    large=t.LARGE, mixed=t.Kind(k_rows=((1024,), (768,), (132,), (656,)), dtype=torch.uint8)
+)
+device = torch.device(device)
+pair = t.GpuPair(daemon, kinds[kind], num_slots=4096, device=device)
+tokens = tuple(range(num_tokens))
+if had:
+    # Only what the tree says counts; nothing was ingested before.
+    pair.tree.lock_prefix = lambda session_id, token_ids: had
+    pair.tree.unlock_prefix = lambda session_id: None
+    pair.tree.insert = lambda *arguments: None
 handle = pair.ready("s", tokens)
-asleep = t.asleep(torch.cuda.Stream("cuda:0"))
-job = pair.start(handle, tokens, after=[asleep])
+torch.cuda.synchronize(device)
+asleep = t.asleep(torch.cuda.Stream(device))
+job = pair.start(handle, tokens, after=() if had == num_tokens else [asleep])
 for _ in range(5):
-    assert not job.step(t.STEP_BYTES), job.result
+    assert job.step(t.STEP_BYTES) is False or had == num_tokens, job.result
 assert not asleep.query(), "a step waited"
 assert t.finished(job).result.ok, job.result
 pair.close()
 """
+# A kind of pool, how many tokens P holds, how many there are, and where the pool is: all of it, behind a
+# part, with sums of many rows, with a cut word, and from another GPU.
+INGESTS = [
+    ("mha", 0, 71, "cuda:0"),
+    ("mha", 37, 71, "cuda:0"),
+    ("large", 2001, 3001, "cuda:0"),
+    ("large", 3001, 3001, "cuda:0"),
+    ("odd", 37, 71, "cuda:0"),
+    ("mixed", 37, 71, "cuda:0"),
+    ("mixed", 0, 71, "cuda:1"),
+    ("mixed", 36, 71, "cuda:1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("what", "transport"), [("push", "shm"), ("push", "nvlink_intra"), ("ingest", "shm")]
-)
-def test_no_step_of_the_first_one_waits(what: str, transport: str) -> None:
+@pytest.mark.parametrize("case", INGESTS, ids=str)
+def test_no_step_of_the_first_ingest_waits(case: tuple[str, int, int, str]) -> None:
+    if case[-1] == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("this machine has not two GPUs")
+    with running(device="cuda:0", size="64MiB") as daemon:
+        run_child(INGEST, daemon, case=repr(case))
+
+
+@pytest.mark.parametrize("transport", ["shm", "nvlink_intra"])
+def test_no_step_of_the_first_push_waits(transport: str) -> None:
     settings: dict[str, object] = {"device": "cuda:0", "size": "64MiB"}
     if transport != "shm":
         settings |= {"transport": "mooncake", "mooncake.protocol": transport}
     with running(**settings) as daemon:
-        script = textwrap.dedent(HEAD + (PUSH if what == "push" else INGEST)).format(
-            integration=str(HERE.parent / "integration"), here=str(HERE), socket=str(daemon.socket_path)
-        )
-        child = subprocess.run(
-            [sys.executable, "-c", script],
-            env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
+        run_child(PUSH, daemon)
+
+
+def run_child(what: str, daemon: Any, **fields: str) -> None:
+    """Run a script in a process that has loaded nothing yet."""
+    script = textwrap.dedent(HEAD + what).format(
+        integration=str(HERE.parent / "integration"), here=str(HERE), socket=str(daemon.socket_path), **fields
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert child.returncode == 0, child.stderr[-3000:]

@@ -1,6 +1,7 @@
 """P's side on a real GPU: a daemon with an arena there, and a pool beside it or on the next GPU."""
 
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from snapd import cudamapping
 from snapd.client import Client
 from snapd.core.events import State
 from snapd.errors import ConfigError, InvalidRequest, Reason
@@ -488,7 +490,7 @@ def test_what_nobody_steps_is_given_back_by_a_later_call(daemon: Any) -> None:
         assert not pair.tree._lent
 
 
-@pytest.mark.parametrize("wrong", [[NUM_SLOTS, 1], [3, 3], [-1, 2]], ids=str)
+@pytest.mark.parametrize("wrong", [[NUM_SLOTS, 1], [3, 3], [-1, 2], [2**32 + 5, 1], [5 - 2**32, 1]], ids=str)
 def test_wrong_slots_on_the_device_are_refused_and_nothing_is_written(daemon: Any, wrong: list[int]) -> None:
     with paired(daemon) as pair:
         handle = pair.ready("s", tokens_of(2))
@@ -546,6 +548,109 @@ def test_after_a_restart_of_the_daemon_the_next_ingest_reads_the_new_arena() -> 
         for client in (pair.p, pair.d):
             client.connect(wait_s=PATIENCE_S)
         assert pair.ingest(pair.ready("s", tokens_of(71)), tokens_of(71)).ok
+
+
+def test_an_ingest_of_a_dead_daemon_reads_nothing_whatever_was_mapped_since() -> None:
+    with running(device="cuda:0", size="64MiB") as daemon, paired(daemon) as pair:
+        lost = pair.start(pair.ready("s", tokens_of(71)), tokens_of(71))
+        daemon.kill()
+        daemon.restart()
+        for client in (pair.p, pair.d):
+            client.connect(wait_s=PATIENCE_S)
+        handle = pair.ready("t", tokens_of(71))
+        other = pair.ingester.start("t", tokens_of(71), handle)
+        assert not lost.is_on_device and lost.step(STEP_BYTES)
+        assert lost.result.reason == Reason.LEASE_EXPIRED
+        torch.cuda.synchronize(DEVICE)
+        assert pair.is_poison()
+        assert finished(other).result.ok
+        assert pair.tree.inserts == ["t"]
+
+
+def test_letting_go_of_a_dead_daemons_arena_does_not_wait_for_a_forward_pass() -> None:
+    with running(device="cuda:0", size="64MiB") as daemon, paired(daemon) as pair:
+        warmed(pair)
+        daemon.kill()
+        daemon.restart()
+        for client in (pair.p, pair.d):
+            client.connect(wait_s=PATIENCE_S)
+        pair._planes.clear()
+        handle = pair.ready("s", tokens_of(71))
+        gc.collect()
+        num_openings = len(cudamapping._openings)
+        end = asleep(torch.cuda.Stream(DEVICE))
+        job = pair.start(handle, tokens_of(71), after=())
+        for _ in range(5):
+            job.step(STEP_BYTES)
+        assert not end.query(), "the device sleeps still"
+        assert len(cudamapping._openings) < num_openings, "the old one is let go of"
+        assert finished(job).result.ok
+        cudamapping.wait_closed()
+        assert end.query()
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def held_in_part(pair: GpuPair, sessions: Sequence[str]) -> dict[str, int]:
+    """Let P hold 37 tokens of each session, so that a word is cut, and return handles of 75."""
+    handles = {}
+    for session in sessions:
+        handle = pair.ready(session, tokens_of(37))
+        assert finished(pair.ingester.start(session, tokens_of(37), handle)).result.ok
+        handles[session] = pair.ready(session, tokens_of(75))
+    return handles
+
+
+def test_private_memory_is_taken_once_for_all_ingests(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    size_bytes = 8 << 20
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", size_bytes)
+    with paired(daemon, KINDS["odd"]) as pair:
+        handles = held_in_part(pair, "abcde")
+        before = torch.cuda.memory_allocated(DEVICE)
+        jobs = [pair.ingester.start(session, tokens_of(75), handle) for session, handle in handles.items()]
+        assert torch.cuda.memory_allocated(DEVICE) - before < size_bytes
+        while not all(job.done for job in jobs):
+            for job in jobs:
+                job.step(1)
+                assert torch.cuda.memory_allocated(DEVICE) - before < 2 * size_bytes
+        assert all(job.result.ok for job in jobs)
+        assert pair.ingester.private.size_bytes == size_bytes
+
+
+def test_when_the_device_is_full_the_snapshot_stays_and_is_ingested_later(daemon: Any) -> None:
+    with paired(daemon, KINDS["odd"]) as pair:
+        (handle,) = held_in_part(pair, "s").values()
+        job = pair.start(handle, tokens_of(75))
+        torch.cuda.synchronize(DEVICE)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1e-6, DEVICE)
+        try:
+            assert finished(job).result.reason == Reason.INGEST_FAILED
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        assert pair.state(handle) is State.READY and not pair.is_leased(handle) and not pair.tree._lent
+        assert pair.ingest(handle, tokens_of(75)).ok
+
+
+@two_gpus
+def test_ingests_from_a_peer_take_turns_with_the_private_memory(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
+    with paired(daemon, KINDS["sglang"], device=torch.device("cuda:1")) as pair:
+        assert pair.ingester.private.size_bytes == 10_000, "it is needed for sure, so it is there at once"
+        handles = {session: pair.ready(session, tokens_of(75)) for session in "abc"}
+        jobs = [pair.ingester.start(session, tokens_of(75), handle) for session, handle in handles.items()]
+        while not all(job.done for job in jobs):
+            for job in jobs:
+                job.step(1)
+        assert all(job.result.ok for job in jobs)
+
+
+def test_the_arena_is_mapped_before_the_first_ingest(daemon: Any) -> None:
+    with paired(daemon) as pair:
+        assert list(pair.ingester.slabs._arenas) == [0]
 
 
 def test_the_jobs_are_those_of_the_pools_device(daemon: Any) -> None:

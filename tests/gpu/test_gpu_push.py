@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -315,6 +317,15 @@ def test_a_push_comes_after_the_pass_that_writes_the_pages_and_no_step_waits_for
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_once_a_pusher_is_made_nothing_is_compiled(daemons: Any, transport: str) -> None:
+    gpukernels = pytest.importorskip("snapd.kv.gpukernels", reason="Triton is not installed")
+    with deployed(daemons(transport)) as d:
+        compiled = len(gpukernels._move.device_caches[0][0])
+        d.check_ready(finish(d.start()))
+        assert len(gpukernels._move.device_caches[0][0]) == compiled
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_without_an_event_a_push_sends_what_was_there(daemons: Any, transport: str) -> None:
     """What the test above would see if events were not waited for."""
     with deployed(daemons(transport)) as d:
@@ -327,6 +338,38 @@ def test_without_an_event_a_push_sends_what_was_there(daemons: Any, transport: s
                 place.rows.add_(1)
         job = finish(d.start(use_resident_hint=False, after=()))
         assert not asleep.query()
+        d.check_ready(job)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_step_waits_for_what_the_default_stream_does(
+    daemons: Any, transport: str, places: tuple[str, str], is_first: bool
+) -> None:
+    """Streams that others make may wait for the default one; an engine's passes run on it."""
+    with deployed(daemons(transport), devices=(places[0],)) as d:
+        # What is made or opened once may wait for the GPU here.
+        d.pusher.connect()
+        if not is_first:
+            finish(d.start(use_resident_hint=False))
+        torch.cuda.synchronize()
+        asleep = sleep_on(torch.cuda.default_stream(places[0]))
+        # Four pieces are gathered, and one of them is to be written, long before the sleep is over.
+        job = d.start(use_resident_hint=False, after=())
+        longest_s = 0.0
+        deadline_s = time.monotonic() + PATIENCE_S
+        steps_asleep = 0
+        while not job.done:
+            assert time.monotonic() < deadline_s, "the push does not end"
+            started_s = time.monotonic()
+            job.step(MIB)
+            longest_s = max(longest_s, time.monotonic() - started_s)
+            steps_asleep += not asleep.query()
+            time.sleep(0.001)
+        assert longest_s < 0.1, f"a step took {longest_s:.3f} s"
+        assert steps_asleep >= 2
         d.check_ready(job)
         torch.cuda.synchronize()
 
@@ -395,8 +438,8 @@ SMALL_OF_BIG = PushSettings(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_d_is_gone_and_its_slab_is_free_at_once(transport: str) -> None:
-    """Its exit is drain proof: the quarantine's hour is not waited for."""
+def test_the_attempt_of_a_killed_d_ends_at_once_and_its_slab_waits(transport: str) -> None:
+    """Its exit is no drain proof: a fork may keep its context, and what it launched, alive."""
     here = Path(__file__).parent
     with (
         running(transport, size="512MiB", quarantine_ms=3_600_000) as daemon,
@@ -425,7 +468,91 @@ def test_a_killed_d_is_gone_and_its_slab_is_free_at_once(transport: str) -> None
             assert time.monotonic() < deadline_s, "the attempt did not end"
             time.sleep(0.01)
         assert client.get(handle).session.reason == Reason.WRITER_GONE
-        assert client.stats().core.quarantined_shards == 0
+        assert client.stats().core.quarantined_shards == 1
+
+
+FORKING_CHILD = """
+import os
+import sys
+import time
+sys.path.append({integration!r})
+sys.path.append({here!r})
+import torch
+from kv_cases import random_slots
+from snapd.client import Client
+from snapd.kv.push import Pusher
+from snapd.layout import Namespace
+import test_gpu_push as t
+
+with Client({socket!r}, timeout_s=60) as client:
+    pool = t.on_gpu(t.make_pool(t.MHA, t.NUM_SLOTS, seed=1), t.MHA, "cuda:0")
+    pusher = Pusher(client, {{0: pool}}, Namespace(tenant="child"), settings=t.SMALL, mooncake=t.QUIET)
+    client.declare_layout(0, pusher.layout)
+    slots = random_slots(t.MHA, t.NUM_SLOTS, 80, seed=7)
+    pid = os.fork()
+    if not pid:
+        time.sleep(120)
+        os._exit(0)
+    side = torch.cuda.Stream("cuda:0")
+    after = [t.sleep_on(side) for _ in range(8)]
+    job = pusher.start("s", range(80), slots, after=after)
+    assert job.grant is not None, job.result
+    for _ in range(3):
+        assert not job.step(1), job.result
+    print(job.grant.slab_handle, pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_d_had_launched_lands_in_no_slab_that_is_free_though_a_fork_of_it_lives() -> None:
+    """The fork holds D's descriptors of the device, and with them D's context: it does land, in quarantine."""
+    here = Path(__file__).parent
+    with (
+        running("shm", quarantine_ms=3_600_000) as daemon,
+        Client(str(daemon.socket_path), timeout_s=PATIENCE_S) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        slabs = Slabs(client, writable=False)
+        stack.callback(slabs.close)
+        arena: Any = slabs.arena(0, client.connect().epoch)
+        memory = torch.as_tensor(arena.view(0, arena.size_bytes), device=arena.device)
+        before = memory.clone()
+        started_s = time.monotonic()
+        sleep_on(torch.cuda.Stream("cuda:0")).synchronize()
+        one_sleep_s = time.monotonic() - started_s
+        script = textwrap.dedent(FORKING_CHILD).format(
+            integration=str(here.parent / "integration"), here=str(here), socket=str(daemon.socket_path)
+        )
+        child = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=clean_environment()
+            )
+        )
+        stack.callback(child.kill)
+        assert child.stdout is not None
+        said: list[str] = []
+        while len(said) != 2 or not all(word.isdigit() for word in said):
+            line = child.stdout.readline()
+            assert line, "the child has ended"
+            said = line.split()
+        handle, fork_pid = (int(word) for word in said)
+        stack.callback(os.kill, fork_pid, signal.SIGKILL)
+        child.kill()
+        child.wait()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while client.get(handle).session.state is not State.ABORTED:
+            assert time.monotonic() < deadline_s, "the attempt did not end"
+            time.sleep(0.01)
+        os.kill(fork_pid, 0)  # It lives.
+        assert torch.equal(memory, before), "it landed before D was gone: the sleeps were too short"
+        # Three times as long as D's eight sleeps would take, were they to go on.
+        until_s = time.monotonic() + 24 * one_sleep_s
+        while time.monotonic() < until_s:
+            landed = int((memory != before).sum())
+            if landed:
+                is_free = client.stats().core.quarantined_shards == 0
+                assert not is_free, f"{landed} bytes landed in a slab that is free"
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -491,6 +618,26 @@ def test_staging_memory_is_an_allocation_of_its_own_and_is_given_back() -> None:
     del part
     torch.cuda.synchronize()
     assert torch.cuda.mem_get_info(0)[0] > free_bytes - 32 * MIB
+
+
+@no_mooncake
+def test_a_pusher_that_is_closed_in_mid_write_gives_its_memory_back_when_that_is_over(daemons: Any) -> None:
+    with deployed(daemons("nvlink_intra")) as d:
+        finish(d.start(use_resident_hint=False))
+        torch.cuda.synchronize()
+        sleep_on(torch.cuda.default_stream("cuda:0"))
+        job = d.start(use_resident_hint=False, after=())
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not job.step(MIB) and not d.pusher.in_flight_bytes:
+            assert time.monotonic() < deadline_s, "no piece is written"
+        job.cancel()
+        started_s = time.monotonic()
+        d.pusher.close()
+        assert time.monotonic() - started_s < 12
+        torch.cuda.synchronize()
+        while d.pusher.staging_bytes:
+            assert time.monotonic() < deadline_s, "staging memory is kept"
+            time.sleep(0.01)
 
 
 @no_mooncake

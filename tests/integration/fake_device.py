@@ -25,7 +25,7 @@ class FakeDevice:
         self.looks = looks
         self.jobs: list[FakeScatter] = []
         self.launched: list[FakeScatter] = []
-        self.error: dict[int, Exception] = {}
+        self.error: dict[int, BaseException] = {}
         self.reads_at_launch = False
         self.copies = CopyJobs("fake", TorchGatherJob, self._scatter, is_async=True)
 
@@ -40,6 +40,31 @@ class FakeDevice:
         self.looks = 0
         for job in self.launched:
             job.looks = 0
+
+
+class FakeStream:
+    """A stream whose events come to pass when they are let; torch without CUDA makes no use of it.
+
+    Attributes:
+        events: recorded ones, in order.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[FakeEvent] = []
+
+    def record_event(self) -> "FakeEvent":
+        self.events.append(FakeEvent())
+        return self.events[-1]
+
+
+class FakeEvent:
+    """Has passed when it is set."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+
+    def query(self) -> bool:
+        return self.has_passed
 
 
 class FakeScatter:
@@ -58,7 +83,7 @@ class FakeScatter:
         self._number = number
         self._planes = planes
         self._read = [plane.clone() for plane in planes] if device.reads_at_launch else planes
-        self._job = TorchScatterJob(pool, slots, self._read, **options)
+        self._job = TorchScatterJob(pool, slots, self._read, **(options | {"stream": None}))
         self.after = options["after"]
         self.looks: int | None = None
         self.is_launched = False
@@ -76,6 +101,9 @@ class FakeScatter:
     @property
     def checksums(self) -> tuple[tuple[int, int], ...]:
         return self._job.checksums
+
+    def bring_slots(self) -> bool:
+        return True
 
     def step(self, max_bytes: int) -> bool:
         if not self.is_launched:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeStream
 from kv_cases import (
     KINDS,
     ODD,
@@ -28,8 +28,9 @@ from snapd.core.events import State
 from snapd.errors import ConfigError, ConnectionLost, InvalidRequest, InvariantBroken, Reason
 from snapd.kv import devicescatter, ingest, ingestjob
 from snapd.kv.ingest import Ingester, IngestJob
+from snapd.mapping import MappedArena
 from snapd.units import MS_PER_S
-from snapd.wire import HelloRep, SnapshotFinalizeIngestReqInput
+from snapd.wire import BeginIngestRep, HelloRep, SnapshotFinalizeIngestReqInput
 
 LEASE_MS = 1_000
 
@@ -300,9 +301,7 @@ def test_closing_does_not_wait_for_ever(
         pair.ingesters[0].reap()
 
 
-@pytest.mark.parametrize(
-    "error", [InvariantBroken("a bug"), RuntimeError("out of memory")], ids=["own", "other"]
-)
+@pytest.mark.parametrize("error", [InvariantBroken("a bug"), RuntimeError("no kernel")], ids=["own", "other"])
 def test_a_launch_that_fails_gives_back_after_what_was_launched_before_it(
     daemon: Any, held: FakeDevice, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -315,7 +314,7 @@ def test_a_launch_that_fails_gives_back_after_what_was_launched_before_it(
         held.error[len(held.jobs) + 1] = error
         (job,) = pair.start_ingest("s", tokens_of(75), handle)
         if isinstance(error, RuntimeError):
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(RuntimeError, match="no kernel"):
                 job.step(STEP_BYTES)
         else:
             assert not job.step(STEP_BYTES)
@@ -326,6 +325,168 @@ def test_a_launch_that_fails_gives_back_after_what_was_launched_before_it(
         assert job.result.reason == Reason.INGEST_FAILED
         assert lent(pair) == 0 and not pair.view(handle).is_leased
         assert pair.tree.inserts == ["s"]
+
+
+@pytest.mark.parametrize("where", ["before the launch", "behind what was launched"])
+def test_when_the_device_is_full_the_snapshot_stays_and_the_log_says_what_to_lower(
+    daemon: Any, held: FakeDevice, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 1_000)
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB")
+    with paired(daemon, ODD) as pair:
+        held.looks = 0
+        first_turn(pair, "s", 37)
+        handle = pair.push("s", tokens_of(75), use_resident_hint=False).slab_handle
+        held.looks = None
+        held.error[len(held.jobs) + (where != "before the launch")] = full
+        (job,) = pair.start_ingest("s", tokens_of(75), handle)
+        with capture_logs() as logs:
+            job.step(STEP_BYTES)
+            held.release()
+            (answer,) = finish_all([job])
+        assert (answer.ok, answer.reason) == (False, Reason.INGEST_FAILED)
+        (told,) = logs
+        assert told["log_level"] == "warning" and "mem_fraction_static" in told["error"]
+        assert lent(pair) == 0 and pair.tree.inserts == ["s"]
+        view = pair.view(handle)
+        assert (view.state, view.is_leased) == (State.READY, False)
+        assert pair.ingest("s", tokens_of(75), handle)[0].ok
+
+
+def test_private_memory_is_taken_in_a_step_and_is_the_same_for_all_ingests(
+    daemon: Any, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take turns, and none waits for another that nobody steps."""
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 1_500)
+    device.reads_at_launch = True
+    with paired(daemon, ODD) as pair:
+        private = pair.ingesters[0].private
+        handles = {}
+        for session in ("s", "t", "u"):
+            first_turn(pair, session, 37)
+            handles[session] = pair.push(session, tokens_of(75), use_resident_hint=False).slab_handle
+        jobs = [pair.start_ingest(session, tokens_of(75), handle)[0] for session, handle in handles.items()]
+        assert private.size_bytes == 0
+        jobs[0].step(1)
+        buffer = private._buffer
+        assert buffer is not None and private.size_bytes == 1_500
+        assert all(answer.ok for answer in finish_all(jobs[1:]))
+        assert finish_all(jobs[:1])[0].ok
+        assert private._buffer is buffer
+        pair.ingesters[0].close()
+        assert private.size_bytes == 0
+
+
+def test_an_ingest_whose_launch_was_interrupted_ends_and_the_snapshot_stays(
+    daemon: Any, held: FakeDevice
+) -> None:
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        held.error[len(held.jobs)] = KeyboardInterrupt()
+        (job,) = pair.start_ingest("s", tokens_of(40), handle)
+        with pytest.raises(KeyboardInterrupt):
+            job.step(STEP_BYTES)
+        assert job.step(STEP_BYTES)
+        assert job.result.reason == Reason.INGEST_FAILED
+        assert lent(pair) == 0 and pair.view(handle).state is State.READY
+        held.release()
+        assert pair.ingest("s", tokens_of(40), handle)[0].ok
+
+
+# --- an owner that raises ------------------------------------------------------------------------------
+
+
+class Broken:
+    """A method of the owner that raises after it did its work, as often as it is called."""
+
+    def __init__(self, act: Callable[..., Any], error: Exception) -> None:
+        self.calls = 0
+        self._act, self._error = act, error
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls += 1
+        self._act(*arguments)
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the engine's"), ConnectionLost("the engine's own")], ids=str)
+@pytest.mark.parametrize("name", ["free", "unlock_prefix"])
+def test_an_owner_that_raises_is_asked_once_and_stands_in_nobodys_way(
+    daemon: Any, held: FakeDevice, name: str, error: Exception
+) -> None:
+    with paired(daemon) as pair:
+        ingester = pair.ingesters[0]
+        handles = {session: pair.ready(session, tokens_of(40)) for session in ("s", "t", "u")}
+        jobs = [pair.start_ingest(session, tokens_of(40), handles[session])[0] for session in ("s", "t")]
+        for job in jobs:
+            job.step(STEP_BYTES)
+            job.cancel()
+        refused = pair.core().requests_refused
+        broken = Broken(getattr(pair.tree, name), error)
+        setattr(pair.tree, name, broken)
+        held.release()
+        with capture_logs() as logs:
+            (other,) = pair.start_ingest("u", tokens_of(40), handles["u"])
+        assert [x["log_level"] for x in logs] == ["error", "error"]
+        assert broken.calls == 2 and all(job.done for job in jobs) and ingester._ending == []
+        delattr(pair.tree, name)
+        assert lent(pair) == 40, "of the one that goes on"
+        assert finish_all([other])[0].ok
+        assert pair.core().requests_refused == refused, "each has voted once"
+        assert not any(pair.view(handles[session]).is_leased for session in ("s", "t"))
+
+
+@pytest.mark.parametrize("name", ["free", "unlock_prefix"])
+def test_what_an_owner_raises_comes_out_of_the_step_that_asked_it_and_all_else_is_done(
+    daemon: Any, device: FakeDevice, name: str
+) -> None:
+    with paired(daemon) as pair:
+        agreed: list[bool] = []
+        pair.ingesters[0].agree = lambda _, commit: agreed.append(commit) or commit
+        handle = pair.ready("s", tokens_of(40))
+        corrupt_plane(daemon, pair, handle, offset_bytes=100)
+        (job,) = pair.start_ingest("s", tokens_of(40), handle)
+        broken = Broken(getattr(pair.tree, name), RuntimeError("the engine's"))
+        setattr(pair.tree, name, broken)
+        with pytest.raises(RuntimeError, match="the engine's"):
+            finish_all([job])
+        assert job.done and job.result.reason == Reason.CHECKSUM_MISMATCH
+        assert broken.calls == 1 and agreed == [False]
+        delattr(pair.tree, name)
+        assert job.step(STEP_BYTES) and job.cancel()
+
+
+def test_a_job_that_the_device_cannot_be_asked_about_is_told_of_once_and_the_others_go_on(
+    daemon: Any, held: FakeDevice
+) -> None:
+    with paired(daemon) as pair:
+        ingester = pair.ingesters[0]
+        handles = {session: pair.ready(session, tokens_of(40)) for session in ("s", "t")}
+        jobs = [pair.start_ingest(session, tokens_of(40), handle)[0] for session, handle in handles.items()]
+        for job in jobs:
+            job.step(STEP_BYTES)
+            job.cancel()
+        lost = jobs[0]._scatter
+        assert isinstance(lost, devicescatter.DeviceScatter)
+        stream = lost._stream = FakeStream()  # type: ignore[assignment]
+        lost._mark = stream.record_event()  # type: ignore[assignment]
+        lost._mark.query = raise_error  # type: ignore[method-assign]
+        held.release()
+        with capture_logs() as logs:
+            for _ in range(3):
+                ingester.reap()
+            started_s = time.monotonic()
+            ingester.close()
+            assert time.monotonic() - started_s < 5, "that is nothing to wait for"
+        assert [x["log_level"] for x in logs] == ["error", "warning"]
+        assert ingester._ending == [jobs[0]] and jobs[1].done and lent(pair) == 40
+        lost._stream = lost._mark = None
+        ingester.reap()
+        assert jobs[0].done
+
+
+def raise_error() -> bool:
+    raise RuntimeError("CUDA error: unspecified launch failure")
 
 
 # --- leases and the daemon's death ---------------------------------------------------------------------
@@ -342,6 +503,23 @@ def test_after_the_leases_end_nothing_is_read(start_daemon: Callable[..., Any], 
         assert job.result.reason == Reason.LEASE_EXPIRED
         assert held.launched == [] and lent(pair) == 0
         assert pair.view(handle).state is State.READY
+
+
+def test_a_lease_is_not_over_later_here_than_at_the_daemon(daemon: Any, device: FakeDevice) -> None:
+    """However long the answer is on its way."""
+    asked_s: list[float] = []
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        begin = pair.ps[0].begin_ingest
+
+        def begin_ingest(*arguments: Any, **fields: Any) -> BeginIngestRep:
+            asked_s.append(time.monotonic())
+            return begin(*arguments, **fields)
+
+        pair.ps[0].begin_ingest = begin_ingest  # type: ignore[method-assign]
+        (job,) = pair.start_ingest("s", tokens_of(40), handle)
+        assert job._lease_end_s - job._lease.lease_ms / MS_PER_S <= asked_s[0]
+        assert finish_all([job])[0].ok
 
 
 def test_a_copy_that_outlasts_its_lease_is_not_inserted(
@@ -366,15 +544,82 @@ def test_when_the_daemon_is_gone_nothing_is_read(
         handle = pair.ready("s", tokens_of(40))
         (job,) = pair.start_ingest("s", tokens_of(40), handle)
 
-        def gone() -> None:
+        def gone(arena: MappedArena) -> None:
             raise ConnectionLost("the daemon is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(pair.ingesters[0].slabs, "check_alive", gone)
+            patch.setattr(MappedArena, "check_alive", gone)
             assert job.step(STEP_BYTES)
         assert job.result.reason == Reason.LEASE_EXPIRED
         assert held.launched == [] and lent(pair) == 0 and pair.tree.inserts == []
         assert pair.view(handle).state is State.READY, "nothing is wrong with it"
+
+
+def test_a_mismatch_after_the_leases_end_says_nothing_of_the_snapshot(
+    start_daemon: Callable[..., Any], held: FakeDevice
+) -> None:
+    """Others may write there by then, and rightly so."""
+    daemon = start_daemon(lease_ms=LEASE_MS)
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(40))
+        job = launched(pair, handle)
+        wait_for(lambda: not pair.view(handle).is_leased, "the lease is over")
+        corrupt_plane(daemon, pair, handle, offset_bytes=100)
+        held.release()
+        (answer,) = finish_all([job])
+        assert (answer.ok, answer.reason) == (False, Reason.LEASE_EXPIRED)
+        assert pair.tree.inserts == [] and lent(pair) == 0
+        assert pair.view(handle).state is State.READY
+
+
+def test_an_arena_is_mapped_before_the_first_ingest(daemon: Any, device: FakeDevice) -> None:
+    with paired(daemon) as pair:
+        (arena,) = pair.ingesters[0].slabs._arenas.values()
+        handle = pair.ready("s", tokens_of(40))
+        pair.ps[0].map_buffer = None  # type: ignore[method-assign, assignment]
+        assert pair.ingest("s", tokens_of(40), handle)[0].ok
+        assert list(pair.ingesters[0].slabs._arenas.values()) == [arena]
+
+
+def test_an_ingest_of_a_dead_daemon_reads_nothing_whatever_was_mapped_since(
+    start_daemon: Callable[..., Any], device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own arena is what counts, as memory on a GPU goes with its daemon."""
+    daemon, dead = start_daemon(), set[str]()
+
+    def check_alive(arena: MappedArena) -> None:
+        if arena.epoch in dead or arena._buffer is None:
+            raise ConnectionLost("the daemon is gone")
+
+    monkeypatch.setattr(MappedArena, "check_alive", check_alive)
+    with paired(daemon) as pair:
+        (lost,) = pair.start_ingest("s", tokens_of(40), pair.ready("s", tokens_of(40)))
+        daemon.kill()
+        dead.add(lost._epoch)
+        daemon.restart()
+        for client in (pair.d, *pair.ps):
+            client.connect(wait_s=30)
+        (other,) = pair.start_ingest("t", tokens_of(40), pair.ready("t", tokens_of(40)))
+        assert lost.step(STEP_BYTES)
+        assert device.launched == []
+        assert lost.result.reason == Reason.LEASE_EXPIRED
+        assert finish_all([other])[0].ok
+        assert pair.tree.inserts == ["t"] and lent(pair) == 0
+
+
+def test_an_ingest_that_is_not_launched_when_its_ingester_is_closed_launches_nothing(
+    daemon: Any, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_alive(arena: MappedArena) -> None:
+        if arena._buffer is None:
+            raise ConnectionLost("closed")
+
+    monkeypatch.setattr(MappedArena, "check_alive", check_alive)
+    with paired(daemon) as pair:
+        (job,) = pair.start_ingest("s", tokens_of(40), pair.ready("s", tokens_of(40)))
+        pair.ingesters[0].close()
+        assert job.step(STEP_BYTES)
+        assert device.launched == [] and lent(pair) == 0
 
 
 def test_a_daemon_that_dies_while_the_copy_runs_makes_it_no(

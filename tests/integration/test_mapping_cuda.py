@@ -104,6 +104,7 @@ def test_the_arena_is_opened_on_its_own_gpu_and_can_be_written_in_any_case(
         assert read(mapped.address, 5) == b"first"
         mapped.check_alive()
         assert fake.retained == [0, 2]
+    cudamapping.wait_closed()
     assert fake.retained == [0, 1] and not fake.opened
 
 
@@ -159,6 +160,7 @@ def test_a_hand_over_that_does_not_fit_is_a_protocol_error_and_leaves_nothing(
     assert num_fds() == before + fds_of_memory and caught.value is not None
     del caught
     gc.collect()
+    cudamapping.wait_closed()
     assert num_fds() == before and not fake.opened
 
 
@@ -176,6 +178,7 @@ def test_a_handle_that_cannot_be_opened_says_what_containers_need_and_leaves_not
     fake.fails[name] = BROKEN
     with pytest.raises(MapFailed, match=rf"^{name}: CUDA_ERROR_UNKNOWN 999.*IPC and PID namespaces"):
         mapped_from(memory_of(arena))
+    cudamapping.wait_closed()
     assert fake.retained == [0, 1] and not fake.opened
 
 
@@ -190,6 +193,7 @@ def test_a_handle_is_opened_once_and_closed_after_the_last_mapping(fake, arena, 
     first.close()
     assert read(second.address, 5) == b"first" and len(fake.opened) == 1
     second.close()
+    cudamapping.wait_closed()
     assert fake.calls.count("cuIpcCloseMemHandle") == 1 and not fake.opened
     with mapped_from(memory_of(arena)):
         assert fake.calls.count("cuIpcOpenMemHandle_v2") == 2
@@ -236,9 +240,66 @@ def test_a_view_outlives_close_and_the_gpu_is_waited_for_before_it_is_unmapped(f
     assert read(interface["data"][0], 4) == b"irst" and fake.opened
     before = len(fake.calls)
     del view
+    cudamapping.wait_closed()
     assert not fake.opened
     closing = fake.calls[before:]
     assert closing.index("cuCtxSynchronize") < closing.index("cuIpcCloseMemHandle")
+
+
+def test_letting_go_of_an_arena_and_opening_the_next_do_not_wait_for_the_gpu(
+    fake, arena, mapped_from, monkeypatch
+):
+    """As after a restart of the daemon, in the middle of a forward pass."""
+    functions = cuda.driver()._functions
+    synchronize = functions["cuCtxSynchronize"]
+    asked, may_go = threading.Event(), threading.Event()
+
+    def wait_first():
+        asked.set()
+        assert may_go.wait(PATIENCE_S)
+        return synchronize()
+
+    first = mapped_from(memory_of(arena))
+    monkeypatch.setitem(functions, "cuCtxSynchronize", wait_first)
+    first.close()
+    assert asked.wait(PATIENCE_S)
+    second = mapped_from(memory_of(arena), epoch="epoch-2")
+    assert len(fake.opened) == 2 and read(second.address, 5) == b"first"
+    may_go.set()
+    cudamapping.wait_closed()
+    assert len(fake.opened) == 1
+    second.close()
+
+
+def test_what_is_being_closed_is_not_opened_again_before(arena, mapped_from, monkeypatch):
+    """The driver knows a handle once a process."""
+    functions = cuda.driver()._functions
+    close, open_it = functions["cuIpcCloseMemHandle"], functions["cuIpcOpenMemHandle_v2"]
+    order = []
+    asked, may_go = threading.Event(), threading.Event()
+
+    def close_late(address):
+        asked.set()
+        assert may_go.wait(PATIENCE_S)
+        order.append("closed")
+        return close(address)
+
+    first = mapped_from(memory_of(arena))
+    monkeypatch.setitem(functions, "cuIpcCloseMemHandle", close_late)
+    monkeypatch.setitem(
+        functions,
+        "cuIpcOpenMemHandle_v2",
+        lambda *arguments: (order.append("opened"), open_it(*arguments))[1],
+    )
+    first.close()
+    assert asked.wait(PATIENCE_S)
+    # Long before anybody who does not wait is through.
+    wait = cudamapping._wait_closed
+    monkeypatch.setattr(cudamapping, "_wait_closed", lambda key: (may_go.set(), wait(key)))
+    mapped_from(memory_of(arena)).close()
+    may_go.set()
+    cudamapping.wait_closed()
+    assert order[:2] == ["closed", "opened"]
 
 
 def test_what_is_closed_cannot_be_used(arena, mapped_from):
@@ -272,6 +333,7 @@ def test_what_cannot_be_closed_cleanly_is_told_and_the_rest_is_closed(fake, aren
     address = mapped.address
     fake.fails[name] = BROKEN
     mapped.close()
+    cudamapping.wait_closed()
     del fake.fails[name]
     assert "not closed cleanly" in capsys.readouterr().out
     assert (not fake.opened) is (name != "cuIpcCloseMemHandle")
@@ -427,6 +489,7 @@ def test_planes_on_a_gpu_share_the_arenas_memory_and_keep_it(daemon, fake, arena
     client.mapped.clear()
     assert fake.opened
     del planes
+    cudamapping.wait_closed()
     assert not fake.opened
 
 

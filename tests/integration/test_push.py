@@ -234,12 +234,13 @@ def test_every_message_about_an_attempt_names_the_epoch(daemon: Any, monkeypatch
 def test_a_closed_pusher_maps_nothing_once_its_jobs_have_ended(daemon: Any) -> None:
     before = num_mappings()
     with paired(daemon) as pair:
+        assert num_mappings() == before + 1, "the ingester has its arena from the start"
         ended, cancelled = finish(begun(pair, "s")[0]), begun(pair, "t")[0]
         cancelled.cancel()
-        assert num_mappings() == before + 1
+        assert num_mappings() == before + 2
         pair.pusher.close()
         assert ended.done and cancelled.done
-        assert num_mappings() == before, "a job that has ended keeps no plane"
+        assert num_mappings() == before + 1, "a job that has ended keeps no plane"
         handle = pair.ready("u", TOKENS)
         (ingest,) = pair.start_ingest("u", TOKENS, handle)
         finish_all([ingest])

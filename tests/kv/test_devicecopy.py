@@ -3,14 +3,17 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from snapd.errors import ExtraMissing
-from snapd.kv import copy, devicecopy, gpucopy, torchcopy
-from snapd.kv.devicecopy import choose_copy
+from snapd.kv import copy, devicecopy, devicewarm, gpucopy, torchcopy
+from snapd.kv.devicecopy import CopyJobs, choose_copy
+from snapd.kv.devicejob import DeviceMemoryFull
+from snapd.kv.devicewarm import warm_up
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,109 @@ def test_a_gpu_that_triton_refuses_gets_torchs_with_one_warning(
     assert warning["log_level"] == "warning"
     assert warning["device"] == "cuda:0"
     assert str(error) in warning["error"]
+
+
+class AcceleratorError(RuntimeError):
+    """What torch raises when CUDA fails, since 2.8."""
+
+
+# What is wrong for a moment, or with the GPU and not with Triton; and what is raised then.
+NOT_TRITONS = [
+    (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), DeviceMemoryFull),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), DeviceMemoryFull),
+    (RuntimeError("CUDA error: unspecified launch failure"), RuntimeError),
+    (AcceleratorError("no device"), AcceleratorError),
+]
+
+
+@pytest.mark.parametrize(("error", "raised"), NOT_TRITONS, ids=[str(error) for error, _ in NOT_TRITONS])
+def test_what_is_not_tritons_fault_is_raised_and_the_next_question_tries_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+) -> None:
+    monkeypatch.setattr(torch, "AcceleratorError", AcceleratorError, raising=False)
+    errors = [error]
+
+    def probe(device: torch.device) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(gpucopy, "probe", probe)
+    with capture_logs() as logs, pytest.raises(raised) as told:
+        choose_copy("cuda:0")
+    assert type(told.value) is raised
+    assert logs == []
+    assert choose_copy("cuda:0").name == "triton"
+
+
+# --- warming up --------------------------------------------------------------------------------------
+
+
+class GpuPool:
+    """As much of a pool on a GPU as is looked at."""
+
+    device = torch.device("cuda:0")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the jobs that were run to warm up."""
+    names: list[str] = []
+    monkeypatch.setattr(devicewarm, "run_small", lambda pool, jobs: names.append(jobs.name))
+    monkeypatch.setattr(gpucopy, "warm_up", lambda pool: None)
+    return names
+
+
+def jobs_of(name: str) -> CopyJobs:
+    return devicecopy._TRITON if name == "triton" else devicecopy.TORCH
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_what_can_be_warmed_up_is_used(ran: list[str], name: str) -> None:
+    pool: Any = GpuPool()
+    assert warm_up(pool, jobs_of(name)) is jobs_of(name)
+    assert ran == [name]
+
+
+@pytest.mark.parametrize("where", ["compiling", "running"])
+def test_a_pool_that_triton_cannot_copy_gets_torchs_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str], where: str
+) -> None:
+    """The probe passed, but this pool's kernel is another."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    def run(pool: object, jobs: CopyJobs) -> None:
+        ran.append(jobs.name)
+        if jobs.name == "triton":
+            fail()
+
+    monkeypatch.setattr(
+        *(gpucopy, "warm_up", fail) if where == "compiling" else (devicewarm, "run_small", run)
+    )
+    pool: Any = GpuPool()
+    with capture_logs() as logs:
+        assert warm_up(pool, jobs_of("triton")).name == "torch"
+    assert ran == (["torch"] if where == "compiling" else ["triton", "torch"])
+    assert [(x["log_level"], x["error"]) for x in logs] == [("warning", "PassManager::run failed")]
+
+
+@pytest.mark.parametrize(("error", "raised"), NOT_TRITONS, ids=[str(error) for error, _ in NOT_TRITONS])
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_what_is_not_tritons_fault_ends_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, raised: type[Exception]
+) -> None:
+    monkeypatch.setattr(torch, "AcceleratorError", AcceleratorError, raising=False)
+    monkeypatch.setattr(gpucopy, "warm_up", lambda pool: None)
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(devicewarm, "run_small", fail)
+    pool: Any = GpuPool()
+    with capture_logs() as logs, pytest.raises(raised):
+        warm_up(pool, jobs_of(name))
+    assert logs == []
 
 
 IMPORT_ALL = """

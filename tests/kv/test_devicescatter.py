@@ -1,6 +1,8 @@
 """Sums of what no scatter moves, and a scatter of a part of a shard, on whatever device: here the CPU."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,17 @@ from snapd.errors import InvalidRequest
 from snapd.kv import devicescatter
 from snapd.kv.checksum import ChecksumAccumulator, plane_checksum
 from snapd.kv.copy import ScatterJob
-from snapd.kv.devicescatter import DeviceScatter, sum_parts
+from snapd.kv.devicejob import CopyInterrupted, DeviceMemoryFull
+from snapd.kv.devicescatter import DeviceScatter, PrivateMemory, sum_parts
 from snapd.kv.hostscatter import HostScatter
 from snapd.kv.torchcopy import TorchScatterJob
 from tests.kv.device_cases import WIDTHS, Stores, planes_in, random_u8, slab_bytes, slots_of
 
+sys.path.append(str(Path(__file__).parents[1] / "integration"))
+
+from fake_device import FakeStream
+
+CPU = torch.device("cpu")
 _MOD = 1 << 64
 
 
@@ -38,22 +46,27 @@ def test_sums_of_parts_are_those_of_the_checksum(size_bytes: int, first_word: in
 
 
 class LateScatter(TorchScatterJob):
-    """Is launched at the second step, as when slots are on their way to be checked."""
+    """Can be launched at the second step, as when slots are on their way to be checked."""
 
-    steps = 0
+    looks = 0
+
+    def bring_slots(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
 
     def step(self, max_bytes: int) -> bool:
-        self.steps += 1
-        return super().step(max_bytes) if self.steps > 1 else False
+        return self.looks > 1 and super().step(max_bytes)
 
 
-def scatter_into(
+def new_scatter(
     stores: Stores,
     planes: Sequence[torch.Tensor],
     slots: torch.Tensor | None,
     skip_tokens: int,
-    verify: bool,
-    kind: type[TorchScatterJob] = TorchScatterJob,
+    verify: bool = True,
+    kind: Callable[..., Any] = TorchScatterJob,
+    private: PrivateMemory | None = None,
+    stream: Any = None,
 ) -> tuple[list[torch.Tensor], DeviceScatter]:
     targets = stores.poisoned()
     scatter = DeviceScatter(
@@ -64,9 +77,15 @@ def scatter_into(
         skip_tokens,
         planes[0].numel() // stores.widths[0],
         verify=verify,
-        stream_of=lambda device: None,
+        stream_of=lambda device: stream,
         after=None,
+        private=private or PrivateMemory(CPU, None),
     )
+    return targets, scatter
+
+
+def scatter_into(*arguments: Any, **others: Any) -> tuple[list[torch.Tensor], DeviceScatter]:
+    targets, scatter = new_scatter(*arguments, **others)
     steps = 0
     while not scatter.step(1):
         steps += 1
@@ -105,9 +124,127 @@ def test_private_memory_is_bounded_unless_one_plane_is_larger(monkeypatch: pytes
     widths = [7, 7, 7, 300]
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 2_000)
     planes = planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0)
-    _, scatter = scatter_into(Stores(widths, 128), planes, slots_of("random", 128, 76), 1, True)
+    private = PrivateMemory(CPU, None)
+    stores, slots = Stores(widths, 128), slots_of("random", 128, 76)
+    _, scatter = new_scatter(stores, planes, slots, 1, private=private)
     assert scatter._groups == [[0, 1], [2], [3]]
-    assert scatter._buffer is not None and scatter._buffer.numel() == -(-300 * 77 // 256) * 256
+    assert private.size_bytes == 0, "nothing is taken before the first step"
+    assert not scatter.step(1)
+    assert private.size_bytes == 2_000
+    while not scatter.step(1):
+        pass
+    assert private.size_bytes == -(-300 * 77 // 256) * 256
+    private.close()
+    assert private.size_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [TorchScatterJob, LateScatter], ids=["at once", "when slots have come"])
+def test_two_scatters_take_turns_with_the_private_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: type[TorchScatterJob]
+) -> None:
+    """What one has copied there is used before the other copies, however small a step is."""
+    widths = [7, 13, 300]
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 3_000)
+    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 100)
+    stores, slots, private = Stores(widths, 128), slots_of("random", 128, 76), PrivateMemory(CPU, None)
+    slabs = [planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0) for _ in range(2)]
+    pairs = [new_scatter(stores, planes, slots, 1, kind=kind, private=private) for planes in slabs]
+    while not all(scatter.is_done for _, scatter in pairs):
+        for _, scatter in pairs:
+            scatter.step(1)
+    for planes, (targets, scatter) in zip(slabs, pairs, strict=True):
+        assert scatter.checksums() == tuple(plane_checksum(plane) for plane in planes)
+        alone, _ = scatter_into(stores, planes, slots, 1, True)
+        assert all(torch.equal(one, other) for one, other in zip(targets, alone, strict=True))
+
+
+def full(*arguments: Any, **others: Any) -> torch.Tensor:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.\nMore of it.")
+
+
+@pytest.mark.parametrize("where", ["private memory", "sums"])
+def test_a_full_device_is_told_with_what_to_lower(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    planes = planes_in(random_u8(slab_bytes([7], 77)), [7], 77, 0)
+    _, scatter = new_scatter(Stores([7], 128), planes, slots_of("random", 128, 76), 1)
+    if where == "sums":
+        monkeypatch.setattr(devicescatter, "sum_parts", full)
+    else:
+        monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(DeviceMemoryFull, match=r"Tried to allocate 256.00 MiB.\).*mem_fraction_static"):
+        scatter.step(1)
+    monkeypatch.undo()
+    with pytest.raises(DeviceMemoryFull):
+        scatter.step(1)
+    assert scatter.is_idle and not scatter.is_launched
+
+
+def test_private_memory_that_is_not_to_be_had_is_told_with_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when it is taken before there is a copy."""
+    private = PrivateMemory(CPU, None)
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(DeviceMemoryFull, match="mem_fraction_static"):
+        private.take(1)
+    monkeypatch.undo()
+    assert private.size_bytes == 0 and private.take(1).numel() == devicescatter.PRIVATE_BYTES
+
+
+def test_a_scatter_whose_launch_was_interrupted_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sums to compare nobody else would notice."""
+    widths = [7, 13]
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 1)
+    planes = planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0)
+
+    class Interrupted(TorchScatterJob):
+        def bring_slots(self) -> bool:
+            if self._part == (1,):
+                raise KeyboardInterrupt
+            return True
+
+    stores, slots = Stores(widths, 128, pad_bytes=2), slots_of("random", 128, 76)
+    private = PrivateMemory(CPU, None)
+    _, scatter = new_scatter(stores, planes, slots, 1, kind=Interrupted, private=private)
+    scatter._verify = False
+    assert not scatter.step(1)
+    with pytest.raises(KeyboardInterrupt):
+        scatter.step(1)
+    for _ in range(2):
+        with pytest.raises(CopyInterrupted):
+            scatter.step(1)
+    assert not scatter.is_done
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_scatter_is_idle_when_its_streams_last_event_has_passed(fails: bool) -> None:
+    """Whether all of it could be launched or not."""
+    stream = FakeStream()
+
+    class Failing(TorchScatterJob):
+        def step(self, max_bytes: int) -> bool:
+            if fails:
+                raise RuntimeError("no kernel")
+            return super().step(max_bytes)
+
+    def without_stream(*arguments: Any, **options: Any) -> Failing:
+        assert options["stream"] is stream
+        return Failing(*arguments, **(options | {"stream": None}))
+
+    planes = planes_in(random_u8(slab_bytes([8, 8], 16)), [8, 8], 16, 0)
+    stores, slots = Stores([8, 8], 32), torch.arange(16)
+    _, scatter = new_scatter(stores, planes, slots, 0, False, kind=without_stream, stream=stream)
+    assert scatter.is_idle and scatter.finished is None, "nothing was launched"
+    if fails:
+        with pytest.raises(RuntimeError, match="no kernel"):
+            scatter.step(1)
+    else:
+        assert not scatter.step(1) and not scatter.step(1)
+        assert scatter.finished is stream.events[-1]
+    for event in stream.events:
+        assert not scatter.is_idle
+        event.has_passed = True
+    assert scatter.is_idle
+    assert scatter.is_done is not fails
 
 
 def test_a_part_that_cannot_be_launched_yet_comes_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +270,7 @@ def test_sums_are_not_to_be_had_before_the_end() -> None:
     planes = planes_in(random_u8(slab_bytes([8], 4)), [8], 4, 0)
     pool = Stores([8], 16).pool(Stores([8], 16).poisoned())
     options: dict[str, Any] = {"verify": True, "stream_of": lambda device: None, "after": None}
+    options["private"] = PrivateMemory(CPU, None)
     scatter = DeviceScatter(TorchScatterJob, pool, planes, torch.arange(4), 0, 4, **options)
     assert scatter.is_idle and not scatter.is_done
     with pytest.raises(InvalidRequest, match="step it"):

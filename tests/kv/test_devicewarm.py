@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 
-from snapd.kv import devicewarm
+from snapd.kv import devicescatter, devicewarm
 from snapd.kv.devicecopy import CopyJobs
 from snapd.kv.pool import KVPool
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
@@ -28,12 +29,47 @@ class Counting:
 
 
 def test_every_kind_of_copy_runs_once_and_the_pool_stays_as_it_is() -> None:
+    """Of all planes at once, as a pool's own copies are."""
     rows = [torch.full((16, width), 7, dtype=torch.uint8) for width in (64, 132, 64)]
     counting = Counting()
     devicewarm.run_small(KVPool.mla(rows), counting.jobs)
-    assert counting.gathered == [(64, 132)]
-    assert counting.scattered == [(64, 132)] * 3, "all of it, and behind a part that is held"
+    assert counting.gathered == [(64, 132, 64)]
+    assert counting.scattered == [(64, 132, 64)] * 4, "all of it, and behind a part that is held"
     assert all(bool((buffer == 7).all()) for buffer in rows)
+
+
+def test_sums_of_one_part_and_of_several_are_run_with_and_without_a_ragged_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch takes other kernels for each, and for more words than one row of a sum has."""
+    seen: set[tuple[bool, bool, bool, int]] = set()
+    sum_parts = devicescatter.sum_parts
+
+    def watched(parts: Any, first_word: int) -> torch.Tensor:
+        size_bytes = parts[0].numel()
+        seen.add((len(parts) > 1, size_bytes > 2 * 2048, size_bytes % 2048 == 0, parts[0].data_ptr() % 16))
+        return sum_parts(parts, first_word)
+
+    monkeypatch.setattr(devicewarm, "sum_parts", watched)
+    monkeypatch.setattr(devicescatter, "sum_parts", watched)
+    devicewarm.run_small(KVPool.mla([torch.zeros((16, 64), dtype=torch.uint8)] * 2), Counting().jobs)
+    for is_many in (False, True):
+        for is_whole in (False, True):
+            assert {at for *kind, at in seen if kind == [is_many, True, is_whole]} >= {0, 1, 2, 4, 8}
+
+
+def test_no_more_memory_is_taken_than_a_small_pool_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch keeps of a stream's memory is lost to all others."""
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 1 << 50)
+    devicewarm.run_small(KVPool.mla([torch.zeros((16, 7), dtype=torch.uint8)]), Counting().jobs)
+
+
+def test_memory_that_is_cleared_starts_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    at: set[int] = set()
+    zero = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda part: (at.add(part.data_ptr() % 16), zero(part))[1])
+    devicewarm.run_small(KVPool.mla([torch.zeros((16, 64), dtype=torch.uint8)] * 2), Counting().jobs)
+    assert at >= {0, 1, 2, 4, 8}
 
 
 def test_where_there_is_no_gpu_nothing_runs() -> None:

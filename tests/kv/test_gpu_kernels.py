@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from snapd.errors import ExtraMissing, InvalidRequest, InvariantBroken
 from snapd.kv import copy as cpu_copy
-from snapd.kv import gpucopy, torchcopy
+from snapd.kv import devicejob, devicescatter, gpucopy, torchcopy
 from snapd.kv.checksum import plane_checksum
-from snapd.kv.devicejob import finish
+from snapd.kv.devicejob import CopyInterrupted, DeviceMemoryFull, finish
+from snapd.kv.devicescatter import DeviceScatter, PrivateMemory
 from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob, gather_gpu, scatter_gpu
 from snapd.kv.pool import KVPool
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
@@ -25,7 +26,9 @@ from tests.kv.device_cases import (
     Stores,
     check_both_ways,
     on_device,
+    planes_in,
     random_u8,
+    slab_bytes,
     slots_of,
 )
 
@@ -205,6 +208,66 @@ def test_rows_that_fill_a_tile_take_the_exact_path() -> None:
     assert (how.columns, how.is_exact) == (128, True)
 
 
+# K and V of other widths, an index beside them, and one that fills a tile alone.
+MIXED = [1024, 1024, 768, 768, 132, 656, 2048]
+
+
+@pytest.mark.parametrize("private_bytes", [1, 150_000, 1 << 30])
+def test_what_was_compiled_for_a_pool_serves_every_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, private_bytes: int
+) -> None:
+    """Planes of another GPU, and those with a cut word, are scattered some at a time."""
+    launches: list[tuple[object, bool, bool]] = []
+    original = gpukernels.launch
+
+    def watched(table, slots, sums, start, stop, how, *, is_scatter):
+        launches.append((how, sums is None, is_scatter))
+        original(table, slots, sums, start, stop, how, is_scatter=is_scatter)
+
+    monkeypatch.setattr(gpukernels, "launch", watched)
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", private_bytes)
+    stores = Stores(MIXED, 64)
+    pool = stores.pool([on_device(store, DEVICE) for store in stores.poisoned()])
+    gpucopy.launch_nothing(pool)
+    compiled = set(launches)
+    assert all(bool((place.rows == POISON).all()) for place in pool.planes)
+    for skip_tokens, is_whole, verify in ((1, True, True), (2, False, True), (2, False, False)):
+        launches.clear()
+        slab = on_device(random_u8(slab_bytes(MIXED, 40)), DEVICE)
+        planes = planes_in(slab, MIXED, 40, 0)
+        scatter = DeviceScatter(
+            GpuScatterJob, pool, planes, torch.arange(40 - skip_tokens), skip_tokens, 40,
+            verify=verify, stream_of=lambda _: None, after=None, private=PrivateMemory(DEVICE, None),
+        )  # fmt: skip
+        assert scatter._is_whole == is_whole
+        while not scatter.step(1 << 30):
+            pass
+        assert set(launches) <= compiled
+        if verify:
+            assert scatter.checksums() == tuple(plane_checksum(plane.cpu()) for plane in planes)
+
+
+@both_kinds
+def test_a_part_of_a_pools_planes_is_copied_by_index(jobs: Jobs) -> None:
+    """The other planes stay as they are, whatever their addresses have in common."""
+    widths, part = [64, 48, 1, 64], (3, 1, 2)
+    for shift in (0, 1):
+        stores = Stores(widths, 64)
+        source = stores.pool([on_device(store, DEVICE) for store in stores.random()])
+        target = stores.pool([on_device(store, DEVICE) for store in stores.poisoned()])
+        of_part = [widths[index] for index in part]
+        planes = planes_in(on_device(random_u8(slab_bytes(of_part, 50)), DEVICE), of_part, 50, shift)
+        slots = slots_of("random", 64, 50)
+        sums = finish(jobs.gather(source, slots, planes, part=part))
+        assert finish(jobs.scatter(target, slots, planes, part=part)) == sums
+        for plane, index, its_sums in zip(planes, part, sums, strict=True):
+            assert torch.equal(target.planes[index].rows[slots], source.planes[index].rows[slots])
+            assert its_sums == plane_checksum(plane.cpu())
+        assert bool((target.planes[0].rows == POISON).all())
+        with pytest.raises(InvalidRequest, match="3 planes for a pool of 2"):
+            jobs.gather(source, slots, planes, part=(0, 1))
+
+
 @interpreted_only
 def test_what_the_kernel_sums_is_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write into the slab right after it was read leaves sums that are true of the pool."""
@@ -231,13 +294,13 @@ def test_what_the_kernel_sums_is_what_it_wrote(monkeypatch: pytest.MonkeyPatch) 
 def test_what_the_fallback_sums_is_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     plane, target = random_u8(50 * 64).to(DEVICE), torch.zeros(64, 64, dtype=torch.uint8, device=DEVICE)
     slots = torch.randperm(64)[:50]
-    original = torchcopy._sum_words
+    original = torchcopy.sum_words
 
-    def late(words):
+    def late(words, first_word):
         plane.zero_()
-        return original(words)
+        return original(words, first_word)
 
-    monkeypatch.setattr(torchcopy, "_sum_words", late)
+    monkeypatch.setattr(torchcopy, "sum_words", late)
     (sums,) = finish(TorchScatterJob(KVPool.mla([target]), slots, [plane]))
     assert sums == plane_checksum(target.cpu()[slots].flatten())
     assert sums != plane_checksum(plane.cpu())
@@ -343,6 +406,17 @@ def test_a_cpu_has_no_events_to_wait_for() -> None:
 
 
 @both_kinds
+def test_slots_on_the_host_are_there_already_and_the_device_is_told_nothing(jobs: Jobs) -> None:
+    """So planes can be copied from elsewhere before what the job waits for has ended."""
+    pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
+    job = jobs.gather(pool, torch.arange(20), [torch.zeros(20 * 64, dtype=torch.uint8, device=DEVICE)])
+    assert job.bring_slots()
+    assert not job._has_begun and job._index is None
+    finish(job)
+    assert job.bring_slots()
+
+
+@both_kinds
 def test_nothing_moves_before_the_first_step_and_sums_wait_for_the_end(jobs: Jobs) -> None:
     pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
     plane = torch.full((20 * 64,), POISON, dtype=torch.uint8, device=DEVICE)
@@ -376,6 +450,111 @@ def test_an_error_at_the_launch_is_told_again_and_never_done(monkeypatch: pytest
     assert not job.done
     assert len(calls) == 1
     job.wait()
+
+
+class FakeStream:
+    """Says what it was asked for; torch without CUDA makes no use of a stream."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def record_event(self) -> object:
+        self.events.append(object())
+        return self.events[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stream that is none")
+def test_what_an_interrupted_launch_has_begun_is_waited_for_and_never_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchGatherJob, "_move", interrupted)
+    job = TorchGatherJob(
+        KVPool.mla([random_u8(8, 8)]), torch.arange(4), [torch.zeros(32, dtype=torch.uint8)], checksum=False
+    )
+    job.stream = stream = FakeStream()
+    monkeypatch.setattr(job, "_to_device", lambda tensor: tensor)
+    with pytest.raises(KeyboardInterrupt):
+        job.step(1)
+    assert job.finished is stream.events[-1]
+    for _ in range(2):
+        with pytest.raises(CopyInterrupted):
+            job.step(1)
+
+
+@both_kinds
+def test_a_full_device_is_told_with_what_to_lower(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool.mla([torch.zeros(32, 64, dtype=torch.uint8, device=DEVICE)])
+    job = jobs.gather(pool, torch.arange(1), [torch.zeros(64, dtype=torch.uint8, device=DEVICE)])
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(DeviceMemoryFull, match=r"Tried to allocate 2.00 GiB.*gpu_memory_utilization"):
+        job.step(1)
+
+
+class SlotsElsewhere:
+    """Slots on a device, in host memory."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+        self.device = torch.device("cuda:0")
+        self.is_cuda = False
+
+    def clone(self) -> torch.Tensor:
+        return self._slots.clone()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stream that is none")
+@pytest.mark.parametrize("wrong", [2**32 + 5, -(2**32) + 5, 2**63 - 1])
+def test_slots_on_a_device_are_checked_as_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """In 32 bits the first two are slot 5."""
+    monkeypatch.setattr(devicejob, "to_host", lambda tensor, stream: tensor)
+    monkeypatch.setattr(devicejob, "has_passed", lambda event: True)
+    moved: list[torch.Tensor] = []
+    monkeypatch.setattr(TorchGatherJob, "_index_dtype", torch.int32)
+    monkeypatch.setattr(TorchGatherJob, "_move", lambda job, slots, *arguments: moved.append(slots))
+    for slot in (5, wrong):
+        planes = [torch.zeros(8, dtype=torch.uint8)]
+        job = TorchGatherJob(KVPool.mla([random_u8(8, 8)]), torch.arange(1), planes, checksum=False)
+        job._given_slots, job._checked_slots = SlotsElsewhere(torch.tensor([slot])), None
+        job.stream = FakeStream()
+        if slot == 5:
+            assert job.bring_slots() and not moved
+            job.step(1)
+            assert [(x.dtype, x.tolist()) for x in moved] == [(torch.int32, [5])]
+        else:
+            with pytest.raises(InvalidRequest, match="the pool has 8"):
+                job.bring_slots()
+            with pytest.raises(InvalidRequest, match="the pool has 8"):
+                job.step(1)
+    assert len(moved) == 1
+
+
+@pytest.mark.parametrize(("limit", "dtype"), [(31, torch.int64), (32, torch.int32)])
+def test_slots_that_32_bits_cannot_hold_get_64(
+    monkeypatch: pytest.MonkeyPatch, limit: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(devicejob, "INT32_SLOTS_MAX", limit)
+    used: list[torch.dtype] = []
+    original = gpukernels.launch
+
+    def watched(table, slots, *args, **kwargs):
+        used.append(slots.dtype)
+        original(table, slots, *args, **kwargs)
+
+    monkeypatch.setattr(gpukernels, "launch", watched)
+    pool = KVPool.mla([random_u8(32, 64).to(DEVICE)])
+    plane = torch.zeros(3 * 64, dtype=torch.uint8, device=DEVICE)
+    gather_gpu(pool, torch.tensor([31, 0, 7]), [plane])
+    assert used == [dtype]
+    assert torch.equal(plane.view(3, 64), pool.planes[0].rows[torch.tensor([31, 0, 7], device=DEVICE)])
 
 
 @both_kinds

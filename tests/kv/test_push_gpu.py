@@ -15,6 +15,7 @@ from snapd.core.slab import Extent
 from snapd.errors import ConfigError, ConnectionLost, InvalidRequest, Reason, TransportError
 from snapd.kv import devicemapped as devicemapped_module
 from snapd.kv import devicepush
+from snapd.kv import flights as flights_module
 from snapd.kv import stagedjob as stagedjob_module
 from snapd.kv.control import Attempts
 from snapd.kv.copy import GatherJob, gather
@@ -39,10 +40,14 @@ class FakeGpu:
         self.launched: list[AsyncGather] = []
         self.made: list[AsyncGather] = []
         self.is_busy = False
-        self.fail_next: Exception | None = None
+        self.fail_next: BaseException | None = None
+        self.options: tuple[str, ...] = ()  # What jobs are made with, besides.
         self.jobs = CopyJobs("fake", self.make, self.make, is_async=True)
 
-    def make(self, pool: KVPool, slots: torch.Tensor, planes: list[torch.Tensor]) -> "AsyncGather":
+    def make(
+        self, pool: KVPool, slots: torch.Tensor, planes: list[torch.Tensor], **options: Any
+    ) -> "AsyncGather":
+        assert tuple(options) == self.options
         job = AsyncGather(self, pool, slots, planes)
         self.made.append(job)
         return job
@@ -60,7 +65,6 @@ class AsyncGather:
         self._gpu = gpu
         self._real = GatherJob(pool, slots, planes)
         self._is_launched = False
-        self.waits = 0
         self.planes = planes
 
     @property
@@ -92,11 +96,6 @@ class AsyncGather:
     def finish(self) -> None:
         while not self._real.step(self._real.bytes_total):
             pass
-
-    def wait(self) -> None:
-        self.waits += 1
-        if self in self._gpu.launched:
-            self._gpu.run(self._gpu.launched.index(self) + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +266,8 @@ def test_buffers_of_a_cancelled_push_come_back_for_another(gpu: FakeGpu) -> None
     stage.check_idle()
 
 
-def test_a_closed_pusher_waits_for_what_the_gpu_does(gpu: FakeGpu) -> None:
+def test_a_closed_pusher_waits_for_what_the_gpu_does(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights_module.time, "sleep", lambda _: gpu.run(1))
     gpu.is_busy = True
     stage = GpuStage()
     job = stage.start()
@@ -490,7 +490,7 @@ def stage_shard(
     arguments = (pool, slots, list(grant.k_layer_offsets), grant.extents, PIECE_BYTES)
     source: Any
     if name == "triton":
-        source = TritonGather(ring.buffers, *arguments, stream=None, after=())
+        source = TritonGather(*arguments, stream=None, after=())
     else:
         source = JobGather(FakeGpu().jobs, *arguments, stream=None, after=())
     arena = control.arenas[0].memory
@@ -549,7 +549,7 @@ def test_one_launch_moves_a_piece_however_many_planes_are_in_it() -> None:
     ring = DeviceRing(CPU, 64 * KIB, 32 * KIB)
     ring.allocate()
     source = TritonGather(
-        ring.buffers, pool, torch.arange(48), offsets, [Extent(0, 64 * KIB)], 32 * KIB, stream=None, after=()
+        pool, torch.arange(48), offsets, [Extent(0, 64 * KIB)], 32 * KIB, stream=None, after=()
     )
     _, plans = plan_gather(pool, 48, offsets, [Extent(0, 64 * KIB)], 32 * KIB)
     assert [len(plan.sections) for plan in plans] == [11, 6]
@@ -579,32 +579,24 @@ def test_a_gather_that_does_not_fit_is_refused_and_nothing_moves() -> None:
 # --- straight into the arena ---------------------------------------------------------------------------
 
 
-class FakeClient:
+class FakeMapping:
+    """A mapped arena, as far as it can be gone."""
+
     def __init__(self) -> None:
-        self.committed: list[tuple[int, tuple[Any, ...]]] = []
-
-    def commit(
-        self, slab_handle: int, rank: int, num_bytes: int, num_tokens: int, sums: Any, *, epoch: str
-    ) -> None:
-        self.committed.append((rank, tuple(sums)))
-
-
-class MappedControl(FakeControl):
-    """A ``FakeControl`` that commits as a client does."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.client = FakeClient()
-
-
-class FakeSlabs:
-    def __init__(self) -> None:
-        self.planes_of: dict[int, list[torch.Tensor]] = {}
         self.is_gone = False
 
     def check_alive(self) -> None:
         if self.is_gone:
             raise ConnectionLost("the daemon is gone")
+
+
+class FakeSlabs:
+    def __init__(self) -> None:
+        self.planes_of: dict[int, list[torch.Tensor]] = {}
+        self.mapping = FakeMapping()
+
+    def arena(self, rank: int, epoch: str) -> FakeMapping:
+        return self.mapping
 
     def planes(self, grant: Any, num_tokens: int, epoch: str) -> list[torch.Tensor]:
         strides = (*grant.stride_k_bytes, *grant.stride_v_bytes)
@@ -618,11 +610,12 @@ class MappedStage:
     """A job that gathers straight into planes, with everything around it."""
 
     def __init__(self, gpu: FakeGpu, num_ranks: int = 1) -> None:
-        self.control: Any = MappedControl(num_ranks=num_ranks)
+        self.control: Any = FakeControl(num_ranks=num_ranks)
         self.pools = pools_of((64, 48), 256, num_ranks)
         self.control.layout = layout_of(self.pools)
         self.slabs: Any = FakeSlabs()
-        self.flights = Flights(self.control, 1, Clock())
+        self.clock = Clock()
+        self.flights = Flights(self.control, 1, self.clock)
         self.slots = torch.randperm(256)[:100]
         self.grant: Grant = self.control.grant(100)
         self.job = DeviceMappedJob(
@@ -633,8 +626,7 @@ class MappedStage:
 
     @property
     def committed(self) -> list[tuple[int, tuple[Any, ...]]]:
-        committed: list[tuple[int, tuple[Any, ...]]] = self.control.client.committed
-        return committed
+        return [(rank, commit.checksums) for (_, rank), commit in self.control.commits.items()]
 
 
 @pytest.fixture(autouse=True)
@@ -669,16 +661,61 @@ def test_a_rank_is_committed_when_its_gather_is_over_and_not_before(gpu: FakeGpu
     assert [rank for rank, _ in stage.committed] == [0]
     gpu.run()
     assert finish(stage.job).result.ok
-    assert all(job.waits == 0 for job in gpu.made), "no step waits"
 
 
-def test_a_wait_for_a_gather_is_short(gpu: FakeGpu) -> None:
+def test_a_wait_for_a_gather_ends_when_it_is_over_or_its_time_is(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu.is_busy = True
     stage = MappedStage(gpu)
     step(stage.job, 1)
-    for _ in range(3):
-        stage.job.wait()
-    assert not stage.job.done and gpu.launched != []
+    now_s = 50.0
+    naps = 0
+
+    def nap(seconds: float) -> None:
+        nonlocal now_s, naps
+        now_s, naps = now_s + seconds, naps + 1
+        assert naps < 1_000, "it waits for ever"
+        if naps == wake_at:
+            gpu.run()
+
+    monkeypatch.setattr(devicemapped_module.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(devicemapped_module.time, "sleep", nap)
+    wake_at = 0
+    stage.job.wait()
+    assert 0 < now_s - 50.0 <= devicemapped_module.WAIT_S + 1e-4
+    naps, wake_at = 0, 3
+    stage.job.wait()
+    assert naps == 3
+    assert finish(stage.job).result.ok
+
+
+def test_no_step_waits_for_the_answer_to_a_commit_and_ranks_commit_together(gpu: FakeGpu) -> None:
+    stage = MappedStage(gpu, num_ranks=2)
+    stage.control.polls_left = 5
+    step(stage.job, 2)
+    assert [rank for rank, _ in stage.committed] == [0, 1]
+    assert not stage.job.done and stage.job.bytes_done == 2 * 100 * 112
+    stage.job.wait()
+    assert stage.control.about("waited") == [("waited",)]
+    assert finish(stage.job).result.ok
+
+
+def test_a_commit_whose_answer_says_that_p_has_it_already_is_what_counts(gpu: FakeGpu) -> None:
+    stage = MappedStage(gpu)
+    stage.control.polls_left = 1
+    step(stage.job, 2)
+    assert stage.committed
+    stage.control.end(stage.grant.slab_handle, Reason.OK)
+    assert finish(stage.job).result.ok
+
+
+def test_a_push_that_is_cancelled_forgets_the_answer(gpu: FakeGpu) -> None:
+    stage = MappedStage(gpu)
+    stage.control.polls_left = 5
+    step(stage.job, 2)
+    stage.job.cancel()
+    assert stage.control.commitments[-1].is_forgotten
 
 
 def test_drain_proof_of_a_cancelled_push_comes_after_its_gather(gpu: FakeGpu) -> None:
@@ -707,13 +744,14 @@ def test_a_push_that_is_cancelled_before_its_first_step_is_drained(gpu: FakeGpu)
     assert gpu.made == []
 
 
-def test_the_gathers_of_a_closed_pusher_are_waited_for(gpu: FakeGpu) -> None:
+def test_the_gathers_of_a_closed_pusher_are_waited_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights_module.time, "sleep", lambda _: gpu.run(1))
     gpu.is_busy = True
     stage = MappedStage(gpu)
     step(stage.job, 1)
     stage.job.cancel()
     stage.flights.close()
-    assert gpu.launched == [] and gpu.made[0].waits == 1
+    assert gpu.launched == []
     assert stage.control.about("drained") == [("drained", 1, 0)]
 
 
@@ -722,7 +760,7 @@ def test_memory_of_a_daemon_that_is_gone_is_neither_written_nor_committed(gpu: F
     gpu.is_busy = True
     stage = MappedStage(gpu)
     step(stage.job, steps)
-    stage.slabs.is_gone = True
+    stage.slabs.mapping.is_gone = True
     gpu.run()
     assert stage.job.step(1)
     assert not stage.job.result.ok and "gone" in stage.job.result.detail
@@ -730,13 +768,84 @@ def test_memory_of_a_daemon_that_is_gone_is_neither_written_nor_committed(gpu: F
     assert stage.committed == []
 
 
-def test_a_launch_into_the_arena_that_fails_is_waited_for(gpu: FakeGpu) -> None:
+def test_it_is_the_mapping_of_this_push_that_must_be_alive(gpu: FakeGpu) -> None:
+    """Another push may have mapped the arena of the next daemon meanwhile."""
+    gpu.is_busy = True
     stage = MappedStage(gpu)
-    gpu.fail_next = RuntimeError("the GPU is lost")
+    step(stage.job, 1)
+    stage.slabs.mapping.is_gone = True
+    stage.slabs.mapping = FakeMapping()
+    gpu.run()
+    assert stage.job.step(1)
+    assert not stage.job.result.ok and stage.committed == []
+
+
+class FakeEvent:
+    """An event of a stream: passed when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.events: list[FakeEvent] = []
+        self.failure: BaseException | None = None
+
+    def record_event(self) -> FakeEvent:
+        if self.failure is not None:
+            raise self.failure
+        self.events.append(FakeEvent())
+        return self.events[-1]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_a_launch_that_fails_or_is_interrupted_is_over_when_its_stream_is(
+    gpu: FakeGpu, kind: type[BaseException]
+) -> None:
+    """A part of it may have been launched."""
+    stage = MappedStage(gpu)
+    stream = FakeStream()
+    gpu.options = ("stream", "after")
+    stage.job._stream_for = lambda device: stream  # type: ignore[assignment,return-value]
+    gpu.fail_next = kind("during the launch")
+    with pytest.raises(kind):
+        stage.job.step(1)
+    result = stage.job.cancel()
+    assert not result.drained and stage.flights.lingering == 1
+    assert stage.control.about("failed")[0][-1] is False
+    stage.flights.poll()
+    assert stage.control.about("drained") == []
+    stream.events[-1].is_passed = True
+    stage.flights.poll()
+    assert stage.control.about("drained") == [("drained", 1, 0)]
+
+
+def test_a_launch_that_nobody_can_ask_about_is_never_drained(gpu: FakeGpu) -> None:
+    stage = MappedStage(gpu)
+    stream = FakeStream()
+    stream.failure = RuntimeError("the GPU is lost")
+    gpu.options = ("stream", "after")
+    stage.job._stream_for = lambda device: stream  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="lost"):
         stage.job.step(1)
-    assert gpu.made[0].waits == 1
-    assert stage.job.result.drained and stage.flights.lingering == 0
+    assert not stage.job.result.drained
+    stage.flights.poll()
+    assert stage.control.about("drained") == [] and stage.flights.lingering == 1
+
+
+def test_a_step_after_an_interrupted_one_launches_the_ranks_that_are_left(gpu: FakeGpu) -> None:
+    stage = MappedStage(gpu, num_ranks=2)
+    gpu.fail_next = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        stage.job.step(1)
+    gpu.fail_next = None
+    step(stage.job, 1)
+    assert len(gpu.made) == 2
+    stage.job.cancel()
 
 
 def test_an_arena_on_another_gpu_is_not_written_by_a_kernel(gpu: FakeGpu) -> None:

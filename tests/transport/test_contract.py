@@ -1,6 +1,7 @@
 """The contract of ``ArenaWriter``, kept by every transport and by the fake with faults."""
 
 import abc
+import contextlib
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -15,6 +16,7 @@ from snapd.errors import TransportError
 from snapd.mapping import MappedArena, _map
 from snapd.transport.base import ArenaWriter, Progress, TicketState, Write
 from snapd.transport.mooncake_engines import MooncakeEngines
+from snapd.transport.mooncake_submitter import Submitter
 from snapd.transport.mooncake_writer import MooncakeWriter
 from snapd.transport.shm import ShmWriter
 
@@ -184,7 +186,7 @@ class MooncakeRig(Rig):
         self._target = self._start()
 
 
-@pytest.fixture(params=["shm", "fake", "mooncake"])
+@pytest.fixture(params=["shm", "fake", "mooncake", "mooncake, in a thread"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -201,7 +203,13 @@ def make_rig(kind: str, source_address: int, request: pytest.FixtureRequest, *, 
         return FakeRig(source_address)
     start = request.getfixturevalue("start_target")
     target = start() if is_own else request.getfixturevalue("target")
-    return MooncakeRig(source_address, target, request.getfixturevalue("engines"), start)
+    engines = request.getfixturevalue("engines")
+    if kind != "mooncake":
+        # As out of a GPU.
+        request.getfixturevalue("monkeypatch").setattr(
+            engines, "submitter", Submitter(contextlib.nullcontext)
+        )
+    return MooncakeRig(source_address, target, engines, start)
 
 
 @pytest.fixture
@@ -332,7 +340,9 @@ def test_after_a_cancel_the_writes_that_had_begun_have_landed_and_no_other(rig: 
     assert [bool(rig.memory[at]) for at in range(0, SIZE_BYTES, piece)] == landed
 
 
-def test_what_has_begun_is_done_when_it_is_cancelled(rig: Rig, data: bytes) -> None:
+def test_what_has_begun_is_done_when_it_is_cancelled(kind: str, rig: Rig, data: bytes) -> None:
+    if kind == "mooncake, in a thread":
+        pytest.skip("the thread may not have come to it")
     assert rig.finish(rig.writer.submit([rig.write(0, 1)])) == DONE, "the first contact is over"
     ticket = rig.writer.submit([rig.write(0, 64)])
     rig.writer.cancel(ticket)

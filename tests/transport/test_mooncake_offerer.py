@@ -153,11 +153,9 @@ def test_a_registration_that_cannot_be_taken_back_does_not_stop_the_end(arena: H
     assert engine.is_closed
 
 
-@pytest.mark.parametrize(("protocol", "is_proof"), [("tcp", False), ("rdma", False), ("nvlink_intra", True)])
-def test_the_exit_of_a_writer_proves_nothing_where_its_bytes_may_be_in_the_network(
-    offering, protocol: str, is_proof: bool
-) -> None:
-    assert offering(protocol=protocol)[0].is_exit_drain_proof is is_proof
+@pytest.mark.parametrize("protocol", ["tcp", "rdma", "nvlink_intra"])
+def test_the_exit_of_a_writer_proves_nothing_as_its_bytes_may_be_under_way(offering, protocol: str) -> None:
+    assert not offering(protocol=protocol)[0].is_exit_drain_proof
 
 
 @pytest.mark.parametrize("error", [TransportError("no engine"), ExtraMissing("no engine")])
