@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import torch
 
 from snapd.client import Client
@@ -25,9 +26,10 @@ from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob
 from snapd.kv.pool import KVPool
 from snapd.kv.push import Pusher
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
-from snapd.kv.writers import current, mooncake_writers
+from snapd.kv.writers import current
 from snapd.mooncakeconfig import MooncakeConfig
-from snapd.transport.base import TicketState, Write
+from snapd.transport.base import Write
+from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.units import MIB, MS_PER_S, align_up
 
 LAYERS = 48
@@ -281,7 +283,7 @@ class PushBench:
         client.declare_layout(0, self.pusher.layout)
         self.hello = client.connect()
         self.device = data.slab.device
-        self._raw: Any = None
+        self._raw: MooncakeEngine | None = None
         self._number = 0
 
     def push_ms(self) -> dict[str, float]:
@@ -309,10 +311,14 @@ class PushBench:
     def raw_ms(self) -> float:
         """Write the bytes once, as they lie, with one Mooncake write; return the wall time."""
         with current(self.device):
+            assert self.hello.mooncake is not None
+            segment_name = self.hello.mooncake.segment_name
             if self._raw is None:
-                make = mooncake_writers(self.config, 1 << 40, {0: self.device})
-                self._raw = make(self.hello, 0, self.hello.epoch)
-                self._raw.register_source(self.data.slab.data_ptr(), self.data.slab.numel())
+                # The package itself: whatever snapd does around it counts against a push.
+                protocol = self.hello.mooncake.protocol
+                self._raw = MooncakeEngine(msgspec.structs.replace(self.config, protocol=protocol))
+                self._raw.register(self.data.slab.data_ptr(), self.data.slab.numel())
+                self._raw.open(segment_name, self.hello.arenas[0].base_ptr)
             self._number += 1
             grant = self.pusher.prepare(f"raw{self._number}", self.tokens)
             (rank,) = grant.ranks
@@ -320,13 +326,13 @@ class PushBench:
             target_ptr = rank.snapshot_buf_base_ptr + rank.extents[0].offset_bytes
             torch.cuda.synchronize(self.device)
             started_s = time.perf_counter()
-            ticket = self._raw.submit([Write(self.data.slab.data_ptr(), target_ptr, size_bytes)])
-            while not (progress := self._raw.poll(ticket)).is_final:
+            write = self._raw.submit(segment_name, Write(self.data.slab.data_ptr(), target_ptr, size_bytes))
+            while (state := self._raw.check(write)) is WriteState.RUNNING:
                 pass
             ended_s = time.perf_counter()
         self.client.abort(grant.slab_handle, drained=True)
-        if progress.state is not TicketState.DONE:
-            raise RuntimeError(f"a raw write failed: {progress.detail}")
+        if state is not WriteState.DONE:
+            raise RuntimeError("a raw write failed")
         return (ended_s - started_s) * MS_PER_S
 
     def copy_ms(self, target: torch.device, other: torch.Tensor) -> float:
