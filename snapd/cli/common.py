@@ -308,7 +308,6 @@ class Table:
                 column.removeprefix(">"),
                 justify="right" if column.startswith(">") else "left",
                 no_wrap=True,
-                overflow="ignore",
             )
 
     def add(self, *cells: object) -> None:

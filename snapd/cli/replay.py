@@ -35,9 +35,10 @@ Examples:
   snapd replay conversation_trace.jsonl --live --limit 300 --speed-up 5
 
 \b
-The model and its figures are in docs/replay.md; --json prints them too. Nothing but the handles' seed is
-random: the same trace and options give the same result.
-Exit status: 0 done, 1 the trace or the log cannot be used, 2 wrong usage or model, 130 interrupted."""
+The model and its figures are in docs/replay.md; --json prints them too.
+Nothing but the handles' seed is random: the same trace and options give the same result.
+Exit status: 0 done, 1 the trace or the log cannot be used, 2 wrong usage or model,
+130 interrupted."""
 )
 @click.argument("trace", metavar="TRACE")
 @click.option("--buffer", metavar="SIZE", help="The buffer; 8GiB by default.")
