@@ -10,10 +10,9 @@ Source: design, section 6.
 import time
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Final, NoReturn, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
-import structlog
 
 from snapd.core.records import EventsDropped, Record
 from snapd.logfile import SYSTEM_CALLS, FileCalls, LogSettings
@@ -70,22 +69,15 @@ class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
     reopens: int
 
 
-class _RecordLogger(structlog.BoundLoggerBase):
-    """A structlog logger that takes one record, instead of an event and keywords."""
-
-    def record(self, record: Record) -> None:
-        self._proxy_to_logger("msg", record=record)
-
-
 class _Template:
-    """How the line of one kind of record begins, and where its encoding goes on after ``at_ns``."""
+    """How the line of one kind of record is made, and where its encoding goes on after ``at_ns``."""
 
-    __slots__ = ("header", "skip_bytes")
+    __slots__ = ("line", "skip_bytes")
 
     def __init__(self, event: str, epoch: str) -> None:
         quoted_event, quoted_epoch = msgspec.json.encode(event), msgspec.json.encode(epoch)
         self.skip_bytes = len(b'{"event":%s,"at_ns":' % quoted_event)
-        self.header = b'{"ts":%%.6f,"at_ns":%%d,"seq":%%d,"epoch":%s,"event":%s' % (
+        self.line = b'{"ts":%%.6f,"at_ns":%%d,"seq":%%d,"epoch":%s,"event":%s%%s\n' % (
             quoted_epoch.replace(b"%", b"%%"),
             quoted_event,
         )
@@ -133,10 +125,6 @@ class EventLog:
         self._unreported_at_ns = 0
         self._closed = False
         self._writer = LogWriter(settings, self._report_drops, calls)
-        logger = structlog.wrap_logger(
-            self._writer, processors=(self._render,), wrapper_class=_RecordLogger, context_class=dict
-        )
-        self._record: Callable[[Record], None] = logger.bind().record
 
     def write(self, record: Record) -> None:
         """Queue *record* as the next line, or count it as dropped.
@@ -146,9 +134,25 @@ class EventLog:
         """
         if type(record) not in self._templates:
             raise TypeError(f"{type(record).__name__} is no record of the event log")
-        with self._writer.lock:
+        writer = self._writer
+        with writer.lock:
             self._offered += 1
-            self._record(record)
+            if self._closed:
+                self._drop(record, "closed")
+                return
+            try:
+                body = self._encode(record)
+            except (ValueError, TypeError, OverflowError):
+                self._drop(record, "not-encodable")
+                return
+            size_bytes = len(body) + self._header_bytes_max
+            # What was dropped is told first, so that a gap in the story is found where it is.
+            self._report_drops(size_bytes)
+            if self._unreported or not writer.has_room(size_bytes):
+                failure = error_name(writer.failure)
+                self._drop(record, f"write-failing:{failure}" if failure else "queue-full")
+                return
+            writer.put(self._line(record, body))
 
     def reopen(self) -> None:
         """Go on in the file that the path names now (SIGHUP, after a rename); returns at once."""
@@ -176,38 +180,18 @@ class EventLog:
                 **msgspec.structs.asdict(self._writer.statistics()),
             )
 
-    def _render(self, _logger: Any, _name: str, event_dict: Any) -> bytes:
-        """The structlog processor: a record becomes a line, or is dropped. Lock held."""
-        record: Record = event_dict["record"]
-        if self._closed:
-            self._drop(record, "closed")
-        try:
-            body = self._encode(record)
-        except (ValueError, TypeError, OverflowError):
-            self._drop(record, "not-encodable")
-        size_bytes = len(body) + self._header_bytes_max
-        # What was dropped is told first, so that a gap in the story is found where it is.
-        self._report_drops(size_bytes)
-        if self._unreported or not self._writer.has_room(size_bytes):
-            failure = error_name(self._writer.failure)
-            self._drop(record, f"write-failing:{failure}" if failure else "queue-full")
-        return self._line(record, body)
-
     def _line(self, record: Record, body: bytes) -> bytes:
         self._seq += 1
         template = self._templates[type(record)]
-        at_ns = b"%d" % record.at_ns
-        return b"%s%s\n" % (
-            template.header % (self._wall_clock(), record.at_ns, self._seq),
-            body[template.skip_bytes + len(at_ns) :],
-        )
+        at_ns = record.at_ns
+        rest = body[template.skip_bytes + len(b"%d" % at_ns) :]
+        return template.line % (self._wall_clock(), at_ns, self._seq, rest)
 
-    def _drop(self, record: Record, why: str) -> NoReturn:
+    def _drop(self, record: Record, why: str) -> None:
         self._dropped += 1
         self._unreported += 1
         self._unreported_why.add(why)
         self._unreported_at_ns = record.at_ns
-        raise structlog.DropEvent
 
     def _report_drops(self, with_bytes: int = 0) -> None:
         """Queue the count of what was dropped, if it and *with_bytes* more have room. Lock held."""
@@ -219,7 +203,7 @@ class EventLog:
         self._drop_reports += 1
         self._unreported = 0
         self._unreported_why.clear()
-        self._writer.msg(self._line(record, self._encode(record)))
+        self._writer.put(self._line(record, self._encode(record)))
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,7 +263,8 @@ def decode_line(raw: bytes) -> AnyLine:
         header = _header_decoder.decode(raw)
         decoder = _record_decoders.get(header.event)
         return UnknownLine(header, raw) if decoder is None else Line(header, decoder.decode(raw))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
+        # A thousand brackets in a row are damage too.
         return TornLine(raw, str(error))
 
 

@@ -3,9 +3,10 @@
 Source: design, sections 3 and 6.
 """
 
+import gc
 import secrets
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -16,6 +17,28 @@ from snapd.timers import Cancellable, Clock, Timers
 
 # Handles stay exact where numbers are doubles (jq, JavaScript), and cannot be guessed.
 HANDLE_BITS = 53
+# Objects that are made between two looks of the collector at the youngest.
+_YOUNG_OBJECTS: Final = 10_000
+
+
+def spare_the_old() -> None:
+    """Keep the garbage collector from looking at what has lived for long; once a process, before serving.
+
+    Attempts and what hangs on them live for minutes, are many, and go by their reference counts: nothing of
+    the daemon is part of a cycle for long. A full collection finds nothing there, and the event loop would
+    stand still for it: 60 ms and more with ten thousand attempts.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
+    if _freeze_survivors not in gc.callbacks:
+        gc.callbacks.append(_freeze_survivors)
+
+
+def _freeze_survivors(phase: str, info: dict[str, Any]) -> None:
+    """Set aside what a look at the middle generation has left: cycles among it were just freed."""
+    if phase == "stop" and info["generation"]:
+        gc.freeze()
 
 
 class RecordSink(Protocol):

@@ -24,6 +24,9 @@ from snapd.units import KIB
 BATCH_BYTES_MAX: Final = 256 * KIB
 # The thread waits this long for company after a first line: fewer wake-ups cost the event loop less.
 LINGER_S: Final = 0.002
+# While much is written it waits longer: each wake-up takes the interpreter from the event loop some times.
+BUSY_LINGER_S: Final = 0.01
+BUSY_LINES: Final = 32
 BACK_OFF_S_MIN: Final = 0.05
 BACK_OFF_S_MAX: Final = 2.0
 WARN_EVERY_S: Final = 30.0
@@ -57,7 +60,7 @@ def error_name(error: Exception | None) -> str:
 class LogWriter:
     """A bounded queue of lines and the daemon thread that writes them.
 
-    Whoever appends holds ``lock``, asks ``has_room`` and calls ``msg``. Lines count as queued until they
+    Whoever appends holds ``lock``, asks ``has_room`` and calls ``put``. Lines count as queued until they
     are on file, so what waits is bounded whatever the disk does. A failing write keeps its lines and is
     tried again, 50 ms to 2 s apart, until it works or the writer is closed.
 
@@ -85,6 +88,7 @@ class LogWriter:
         self._queued_lines = 0
         self._queued_bytes = 0
         self._idle = False
+        self._was_busy = False  # much was taken last time
         self._hurry_bytes = 0  # above 0: the thread lingers; wake it when so much waits
         self._closing = False
         self._abandoned = False
@@ -109,8 +113,8 @@ class LogWriter:
             and self._queued_bytes + line_bytes <= self._bytes_max
         )
 
-    def msg(self, line: bytes) -> None:
-        """Queue one line; the name is the one that structlog calls. Lock held."""
+    def put(self, line: bytes) -> None:
+        """Queue one line. Lock held."""
         self._queue.append(line)
         self._queued_lines += 1
         self._queued_bytes += len(line)
@@ -175,8 +179,9 @@ class LogWriter:
                 self._wake.wait(BACK_OFF_S_MIN if self._closing else self._back_off_s)
             elif self._queue and not (self._taken or self._closing):
                 self._hurry_bytes = self._queued_bytes + BATCH_BYTES_MAX
-                self._wake.wait(LINGER_S)
+                self._wake.wait(BUSY_LINGER_S if self._was_busy else LINGER_S)
                 self._hurry_bytes = 0
+            self._was_busy = len(self._queue) >= BUSY_LINES
             self._taken.extend(self._queue)
             self._queue.clear()
             return bool(self._taken or not self._closing) and not self._abandoned

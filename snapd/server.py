@@ -9,7 +9,7 @@ Source: design, section 5.
 import asyncio
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -31,17 +31,26 @@ _WARN_EVERY_S: Final = 5.0
 _CONGESTED_BYTES: Final = 64 * KIB
 # Requests of one connection that are answered before the others get their turn.
 _TURN_REQUESTS_MAX: Final = 64
+# Replies of one turn are written together, until they are this long: every write is a system call.
+_GATHERED_BYTES: Final = 16 * KIB
+assert _GATHERED_BYTES < _CONGESTED_BYTES
 
 
 class RateLimitedWarnings:
-    """Says each kind of warning at most once in a while, with how many were left out."""
+    """Says each kind of warning at most once in a while, with how many were left out.
+
+    Attributes:
+        counts: how often each kind came up.
+    """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
+        self.counts: Counter[str] = Counter()
         self._now_s = now_s
         self._last: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, **facts: object) -> None:
         """Write the warning, or count it. *kind* comes from a closed set in this file."""
+        self.counts[kind] += 1
         now_s = self._now_s()
         last_s, left_out = self._last.get(kind, (-_WARN_EVERY_S, 0))
         if now_s - last_s < _WARN_EVERY_S:
@@ -166,6 +175,10 @@ class Connection(asyncio.Protocol):
         self._is_congested = False
         self._is_closed = False
         self._backlog: deque[bytes | ProtocolError] = deque()
+        self._is_gathering = False
+        self._gathered: list[bytes] = []
+        self._gathered_bytes = 0
+        self._gathered_bytes_max = 0
         self._next_turn: asyncio.Handle | None = None
         self._frame_deadline: asyncio.TimerHandle | None = None
         self._last_chance: asyncio.TimerHandle | None = None
@@ -179,8 +192,11 @@ class Connection(asyncio.Protocol):
         # A transport of uvloop has the methods, and not the class.
         self._transport = cast("asyncio.Transport", transport)
         room_bytes = self._config.reply_buffer_bytes_max - self._config.frame_bytes_max
-        # Whoever is not congested can take one more reply of any size without being cut off.
-        self._transport.set_write_buffer_limits(high=min(_CONGESTED_BYTES, room_bytes))
+        # Whoever is not congested can take one more reply of any size, with what was gathered before it,
+        # without being cut off.
+        congested_bytes = min(_CONGESTED_BYTES, room_bytes)
+        self._gathered_bytes_max = min(_GATHERED_BYTES, congested_bytes // 2)
+        self._transport.set_write_buffer_limits(high=congested_bytes - self._gathered_bytes_max)
         server = self._server
         try:
             with self._socket() as sock:
@@ -256,16 +272,21 @@ class Connection(asyncio.Protocol):
 
     def _take_turn(self) -> None:
         """Answer some of what has come; the rest when the others had their turn and the client reads."""
-        for _ in range(_TURN_REQUESTS_MAX):
-            if not self._backlog or self._is_congested or self._is_closed:
-                break
-            item = self._backlog.popleft()
-            try:
-                if isinstance(item, ProtocolError):
-                    raise item
-                self._take(item)
-            except ProtocolError as error:
-                self._refuse_bytes(error)
+        self._is_gathering = True
+        try:
+            for _ in range(_TURN_REQUESTS_MAX):
+                if not self._backlog or self._is_congested or self._is_closed:
+                    break
+                item = self._backlog.popleft()
+                try:
+                    if isinstance(item, ProtocolError):
+                        raise item
+                    self._take(item)
+                except ProtocolError as error:
+                    self._refuse_bytes(error)
+        finally:
+            self._is_gathering = False
+            self._write_gathered()
         if self._is_closed:
             self._backlog.clear()
             return
@@ -354,16 +375,20 @@ class Connection(asyncio.Protocol):
     def hand_over(self, message: w.MapBufferRep, fd: int) -> bool:
         """Answer with a file descriptor, past the loop's own buffer, which must be empty for that."""
         assert self._transport is not None
+        has_replied = bool(self._gathered)
+        self._write_gathered()
         if self._transport.get_write_buffer_size():
             return False
-        self._in_flight -= 1
         frame = w.encode_frame(message)
         try:
             # A frame this small goes whole or not at all into an empty socket buffer.
             with self._socket() as sock:
                 is_sent = socket.send_fds(sock, [frame], [fd]) == len(frame)
-        except OSError:
+        except OSError as error:
+            if has_replied and isinstance(error, BlockingIOError):
+                return False  # The replies of this turn have just filled the socket.
             is_sent = False
+        self._in_flight -= 1
         if not is_sent:
             self.close()
         return True
@@ -395,6 +420,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection once what was written is out, or was not read for a while."""
+        self._write_gathered()
         if self._is_closed:
             return
         assert self._transport is not None
@@ -408,8 +434,26 @@ class Connection(asyncio.Protocol):
     def _write(self, frame: bytes) -> None:
         if self._is_closed:
             return
+        if self._is_gathering:
+            self._gathered.append(frame)
+            self._gathered_bytes += len(frame)
+            if self._gathered_bytes > self._gathered_bytes_max:
+                self._write_gathered()
+        else:
+            self._write_now(frame)
+
+    def _write_gathered(self) -> None:
+        if self._gathered:
+            frames = b"".join(self._gathered)
+            self._gathered.clear()
+            self._gathered_bytes = 0
+            self._write_now(frames)
+
+    def _write_now(self, frames: bytes) -> None:
+        if self._is_closed:
+            return
         assert self._transport is not None
-        self._transport.write(frame)
+        self._transport.write(frames)
         if self._transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
             self._server.warnings.warn("client does not read", pid=self._peer.pid)
             self._is_closed = True

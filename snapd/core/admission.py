@@ -113,12 +113,7 @@ class Admission:
         older = books.directory.writing(session.key)
         if older is not None:
             self._take(e.SupersededBy(at_ns=self._out.now_ns, slab_handle=older, newer_handle=session.handle))
-        books.open[session.handle] = session
-        books.attempts += 1
-        books.page_keys_held += len(session.page_keys)
-        books.directory.add_writing(session)
-        if session.writer_id:
-            books.handles_of_writer.setdefault(session.writer_id, set()).add(session.handle)
+        books.begin(session)
         self._record_begin(session)
         self._lives.start_clock(session)
         self._out.reply(
@@ -260,6 +255,7 @@ class Admission:
             books.victims.victims(),
             lambda handle: {rank: shard.extents for rank, shard in books.open[handle].shards.items()},
             books.victims.evictable_bytes,
+            lambda: books.open.keys() - set(books.victims.victims()),
         )
         if victims is None:
             return e.Refused(Reason.SNAPSHOT_BUF_FULL, self._how_full(ranks), self._retry_after_ms())

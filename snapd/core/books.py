@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from snapd.core import events as e
 from snapd.core.buffer import Buffer
 from snapd.core.directory import Directory
+from snapd.core.events import State
 from snapd.core.eviction import Snapshot, VictimOrder, victim_order
 from snapd.core.records import Record
 from snapd.core.session import Session, Settings
@@ -71,6 +72,7 @@ class Books:
         victims: what can be evicted: READY, unleased, drained, and not waiting to be aborted.
         undrained: what could be, but that a write may still land: evicting it makes no room.
         handles_of_writer: attempts that a local process's exit is drain proof for.
+        num_by_state: attempts in ``open`` and ``ended``, by state; see ``count``.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Books:
         self.open: dict[int, Session] = {}
         self.ended: OrderedDict[int, Session] = OrderedDict()
         self.handles_of_writer: dict[int, set[int]] = {}
+        self.num_by_state: dict[State, int] = dict.fromkeys(State, 0)
         # Page keys that open attempts hold, repeats of others' included.
         self.page_keys_held = 0
         self.is_draining = False
@@ -105,6 +108,33 @@ class Books:
     def find(self, handle: int) -> Session | None:
         """Return the attempt, open or remembered."""
         return self.open.get(handle) or self.ended.get(handle)
+
+    def begin(self, session: Session) -> None:
+        """Enter a new attempt."""
+        self.open[session.handle] = session
+        self.num_by_state[session.state] += 1
+        self.attempts += 1
+        self.page_keys_held += len(session.page_keys)
+        self.directory.add_writing(session)
+        if session.writer_id:
+            self.handles_of_writer.setdefault(session.writer_id, set()).add(session.handle)
+
+    def bury(self, session: Session) -> None:
+        """Move an ended attempt from the open ones to the bounded history."""
+        self.forget(session)
+        self.directory.remove(session)
+        self.page_keys_held -= len(session.page_keys)
+        # The history keeps what a repeat needs; page keys and checksums can be many.
+        session.page_keys = ()
+        for shard in session.shards.values():
+            shard.checksums = ()
+        del self.open[session.handle]
+        self.ended[session.handle] = session
+        if session.handle not in self.buffer.quarantine:
+            self.forget_writer(session.writer_id, session.handle)
+        while len(self.ended) > self.settings.ended_history_max:
+            _, oldest = self.ended.popitem(last=False)
+            self.num_by_state[oldest.state] -= 1
 
     def add_ready(self, session: Session) -> None:
         """The attempt became READY, which counts as use."""

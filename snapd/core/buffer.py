@@ -5,7 +5,7 @@ quarantined (nobody does, and nobody may reuse them yet). The three add up to th
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,8 @@ from snapd.errors import InvariantBroken
 from snapd.units import align_up
 
 PlaneSizes: TypeAlias = Sequence[int]
+# Victims that an eviction tries before it looks whether all of them would help.
+_TRIED_BLINDLY: Final = 64
 
 
 class Quarantined(msgspec.Struct, frozen=True):
@@ -53,6 +55,7 @@ class Buffer:
         self.alignment_bytes = alignment_bytes
         self.arenas = dict(sorted(arenas.items()))
         self.quarantine: dict[int, dict[int, Quarantined]] = {}
+        self.num_quarantined = 0  # shards
         self._quarantined_bytes = dict.fromkeys(self.arenas, 0)
 
     @property
@@ -89,40 +92,72 @@ class Buffer:
         victims: Iterable[int],
         extents_of: Callable[[int], Mapping[int, tuple[Extent, ...]]],
         evictable_bytes: Callable[[int], int],
+        kept: Callable[[], Iterable[int]] | None = None,
     ) -> list[int] | None:
         """Return which victims, in their order, make room; None if evicting them all would not.
 
         Nothing is changed. A victim that has no shard in an arena that lacks room is passed over.
+
+        Args:
+            ranks: the arenas that need room.
+            plane_sizes_bytes: of the slab, in each of them.
+            victims: candidates, best first.
+            extents_of: what an attempt holds, by rank.
+            evictable_bytes: what all candidates together hold in an arena.
+            kept: the attempts that hold something and are no candidates; None: not known.
         """
         need_bytes = sum(align_up(size_bytes, self.alignment_bytes) for size_bytes in plane_sizes_bytes)
         lacking = [rank for rank in ranks if not self.arenas[rank].could_fit(plane_sizes_bytes)]
         # The sums decide most refusals without a walk over the victims.
         if any(self.arenas[rank].free_bytes + evictable_bytes(rank) < need_bytes for rank in lacking):
             return None
+        trials = {rank: self.arenas[rank].trial(plane_sizes_bytes) for rank in lacking}
         chosen: list[int] = []
         try:
             for handle in victims:
                 extents_by_rank = extents_of(handle)
-                if not any(rank in extents_by_rank for rank in lacking):
+                helped = [rank for rank in trials if rank in extents_by_rank]
+                if not helped:
                     continue
-                for rank, extents in extents_by_rank.items():
-                    self.arenas[rank].free(extents)
                 chosen.append(handle)
-                lacking = [
-                    rank for rank in lacking if not self._has_room(rank, plane_sizes_bytes, need_bytes)
-                ]
-                if not lacking:
+                for rank in helped:
+                    if trials[rank].free(extents_by_rank[rank]):
+                        trials.pop(rank).close()
+                if not trials:
                     return chosen
+                # Few victims make room as a rule. After many, see whether all of them would, before the
+                # whole loop waits for a walk in vain.
+                if (
+                    kept is not None
+                    and len(chosen) == _TRIED_BLINDLY
+                    and not self._could_ever_help(trials, plane_sizes_bytes, extents_of, kept())
+                ):
+                    return None
             return None
         finally:
-            for handle in chosen:
-                for rank, extents in extents_of(handle).items():
-                    self.arenas[rank].retake(extents)
+            for trial in trials.values():
+                trial.close()
 
-    def _has_room(self, rank: int, plane_sizes_bytes: PlaneSizes, need_bytes: int) -> bool:
-        arena = self.arenas[rank]
-        # The first look is cheap and answers for most victims.
-        return arena.free_bytes >= need_bytes and arena.could_fit(plane_sizes_bytes)
+    def _could_ever_help(
+        self,
+        ranks: Iterable[int],
+        plane_sizes_bytes: PlaneSizes,
+        extents_of: Callable[[int], Mapping[int, tuple[Extent, ...]]],
+        kept: Iterable[int],
+    ) -> bool:
+        """Return whether every arena of *ranks* would have room with nothing in it but what is kept."""
+        held: dict[int, list[Extent]] = {rank: [] for rank in ranks}
+        for handle in kept:
+            extents_by_rank = extents_of(handle)
+            for rank, extents in held.items():
+                extents += extents_by_rank.get(rank, ())
+        for by_rank in self.quarantine.values():
+            for rank, extents in held.items():
+                if rank in by_rank:
+                    extents += by_rank[rank].extents
+        return all(
+            self.arenas[rank].fits_beside(extents, plane_sizes_bytes) for rank, extents in held.items()
+        )
 
     def free(self, rank: int, extents: tuple[Extent, ...]) -> None:
         """Give live extents back for reuse."""
@@ -134,12 +169,14 @@ class Buffer:
         if rank in by_rank:
             raise InvariantBroken(f"attempt {handle} has extents of rank {rank} in quarantine already")
         by_rank[rank] = item
+        self.num_quarantined += 1
         self._quarantined_bytes[rank] += sum(extent.size_bytes for extent in item.extents)
 
     def release(self, handle: int, rank: int) -> Quarantined:
         """Give quarantined extents back for reuse, and return what they were."""
         by_rank = self.quarantine[handle]
         item = by_rank.pop(rank)
+        self.num_quarantined -= 1
         if not by_rank:
             del self.quarantine[handle]
         self.arenas[rank].free(item.extents)
@@ -185,5 +222,7 @@ class Buffer:
                 raise InvariantBroken(f"arena {rank}: owned and quarantined extents are not the live ones")
             if arena.free_bytes + arena.live_bytes != arena.capacity_bytes:
                 raise InvariantBroken(f"arena {rank}: free + live + quarantined is not the capacity")
+        if self.num_quarantined != sum(map(len, self.quarantine.values())):
+            raise InvariantBroken("the number of shards in quarantine is wrong")
         if any(not by_rank for by_rank in self.quarantine.values()):
             raise InvariantBroken("an empty entry is left in the quarantine")

@@ -3,8 +3,11 @@
 Source: design, section 3.
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import Final
+
+import msgspec
 
 from snapd.core import events as e
 from snapd.core import records as r
@@ -27,7 +30,7 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
             return ("start",)
         case e.RankCommitted():
             # Without `drained`: what the first one said of it holds, until a proof comes.
-            return ("commit", event.rank, event.num_bytes, event.num_tokens, event.checksums)
+            return ("commit", event.rank, event.num_bytes, event.num_tokens, _digest(event.checksums))
         case e.TransferFailed():
             return ("fail", event.rank, event.reason)
         case e.AbortAsked():
@@ -41,6 +44,11 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
         case e.LeaseAsked():
             return ("lease", event.rank)
     return None
+
+
+def _digest(checksums: e.PlaneChecksums) -> bytes:
+    # The history holds very many keys, and the sums of one commit can take 13 KB.
+    return hashlib.blake2b(msgspec.msgpack.encode(checksums), digest_size=16).digest()
 
 
 def _yes_key(rank: int, lease_id: int) -> tuple[object, ...]:
@@ -92,6 +100,8 @@ class Course:
             )
         )
         session.spent_ns[session.state] = spent_ns
+        self._books.num_by_state[session.state] -= 1
+        self._books.num_by_state[state] += 1
         session.state = state
         session.reason = reason
         self.start_clock(session)
@@ -169,21 +179,7 @@ class Course:
             self._out.tell(
                 e.EndTold(conn_id, session.handle, session.session_id, state, reason, drain_wanted)
             )
-        self._bury(session)
-
-    def _bury(self, session: Session) -> None:
-        """Move an ended attempt from the open ones to the bounded history."""
-        books = self._books
-        books.forget(session)
-        books.directory.remove(session)
-        books.page_keys_held -= len(session.page_keys)
-        session.page_keys = ()  # The history keeps what a repeat needs, and page keys can be many.
-        del books.open[session.handle]
-        books.ended[session.handle] = session
-        if session.handle not in books.buffer.quarantine:
-            books.forget_writer(session.writer_id, session.handle)
-        while len(books.ended) > books.settings.ended_history_max:
-            books.ended.popitem(last=False)
+        self._books.bury(session)
 
     def _record_outcome(self, session: Session) -> None:
         self._books.outcomes[session.reason] += 1

@@ -8,8 +8,8 @@ Source: design, section 3.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, Final
 
 from snapd.core import events as e
@@ -148,6 +148,39 @@ class Machine:
         yield from self.books.open.values()
         yield from self.books.ended.values()
 
+    def page(
+        self, states: Collection[State], session_id: str, offset: int, limit: int
+    ) -> tuple[list[Session], int]:
+        """Return some of the attempts in these states, and how many there are in all.
+
+        The open ones come first, oldest first, then the ended ones, oldest first. There may be very many,
+        and everybody else waits meanwhile: counts are kept, what is skipped is skipped by functions in C
+        where no attempt has to be looked at, and none behind the page is looked at. Only one session's
+        attempts are counted by looking at all.
+
+        Args:
+            states: those wanted.
+            session_id: only this session's; empty: every session's.
+            offset: attempts to skip.
+            limit: attempts to return.
+        """
+        books = self.books
+        tables: list[Collection[Session]] = []
+        if not FINAL_STATES.issuperset(states):
+            tables.append(books.open.values())
+        if not FINAL_STATES.isdisjoint(states):
+            tables.append(books.ended.values())
+        if session_id:
+            matching = [s for s in chain(*tables) if s.key[1] == session_id and s.state in states]
+            return matching[offset : offset + limit], len(matching)
+        total = sum(books.num_by_state[state] for state in states)
+        if offset >= total:
+            return [], total
+        found: Iterable[Session] = chain(*tables)
+        if total < sum(map(len, tables)):
+            found = (session for session in found if session.state in states)
+        return list(islice(found, offset, offset + limit)), total
+
     @property
     def num_leased(self) -> int:
         """Attempts that a rank reads: they are READY, and cannot be evicted."""
@@ -162,15 +195,15 @@ class Machine:
     def statistics(self) -> Statistics:
         """Return an immutable snapshot of the counters."""
         books = self.books
-        # Functions in C: there may be very many, and everybody else waits meanwhile.
-        by_state = Counter(map(attrgetter("state"), books.open.values()))
         return Statistics(
-            sessions_by_state={state.value: by_state[state] for state in State if state not in FINAL_STATES},
+            sessions_by_state={
+                state.value: count for state, count in books.num_by_state.items() if state not in FINAL_STATES
+            },
             outcomes_by_reason={reason.value: count for reason, count in sorted(books.outcomes.items())},
             attempts=books.attempts,
             attempts_ok=books.outcomes[Reason.OK],
             open_sessions=len(books.open),
-            quarantined_shards=sum(map(len, books.buffer.quarantine.values())),
+            quarantined_shards=books.buffer.num_quarantined,
             ended_history=len(books.ended),
             session_history=books.directory.num_hints,
             layouts=len(books.directory.layouts),
@@ -230,6 +263,8 @@ class Machine:
         for writer_id, handles in books.handles_of_writer.items():
             if not handles or not handles <= books.open.keys() | books.buffer.quarantine.keys():
                 raise InvariantBroken(f"writer {writer_id} is kept for attempts that are over")
+        if Counter(session.state for session in self.sessions()) != Counter(books.num_by_state):
+            raise InvariantBroken("the number of attempts in each state is wrong")
 
 
 def _check_open(handle: int, session: Session, ranks: tuple[int, ...]) -> None:

@@ -1,6 +1,7 @@
 """What the core remembers of an attempt, and the settings that it goes by."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -9,8 +10,8 @@ from snapd.core.events import PlaneChecksums, Result, State
 from snapd.core.eviction import PolicyName
 from snapd.core.slab import Extent
 from snapd.errors import Reason
-from snapd.layout import Layout, plane_offsets_bytes, snapshot_bytes
-from snapd.units import MB, NS_PER_S
+from snapd.layout import Layout, snapshot_bytes
+from snapd.units import MB, NS_PER_S, align_up
 
 RETRY_AFTER_MS_MIN: Final = 20
 RETRY_AFTER_MS_MAX: Final = 5_000
@@ -101,6 +102,8 @@ class Session:
         abort_wanted: why it ends as soon as nobody holds a lease.
         answers: first answers by repeat key, for exact repeats.
         peer: what D calls itself.
+        shard_bytes: payload bytes of one rank's shard.
+        total_bytes: payload bytes of all shards.
     """
 
     handle: int
@@ -124,6 +127,13 @@ class Session:
     newer_handle: int = 0
     answers: dict[tuple[object, ...], Result] = field(default_factory=dict)
     peer: str = ""
+    shard_bytes: int = field(init=False)
+    total_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Every record says them, and the layout would have to be summed for each.
+        self.shard_bytes = snapshot_bytes(self.layout, self.num_tokens)
+        self.total_bytes = self.shard_bytes * len(self.shards)
 
     @property
     def session_id(self) -> str:
@@ -134,16 +144,6 @@ class Session:
     def end_tokens(self) -> int:
         """The token after the last one of the snapshot."""
         return self.token_start + self.num_tokens
-
-    @property
-    def shard_bytes(self) -> int:
-        """Payload bytes of one rank's shard."""
-        return snapshot_bytes(self.layout, self.num_tokens)
-
-    @property
-    def total_bytes(self) -> int:
-        """Payload bytes of all shards."""
-        return self.shard_bytes * len(self.shards)
 
     @property
     def is_leased(self) -> bool:
@@ -161,11 +161,20 @@ def shard_plane_offsets_bytes(
 ) -> tuple[int, ...]:
     """Return where each plane starts, in bytes from the arena's first byte, shape [num_planes].
 
-    *extents* holds one contiguous extent, or one a plane.
+    *extents* holds one contiguous extent, or one a plane. In a contiguous one the planes lie as
+    ``layout.plane_offsets_bytes`` says; here a width that many planes have is aligned once.
     """
     if len(extents) == 1:
-        offsets = plane_offsets_bytes(layout, num_tokens, alignment_bytes)
-        return tuple(extents[0].offset_bytes + offset for offset in offsets[:-1])
+        strides_bytes = layout.plane_stride_bytes
+        start = extents[0].offset_bytes
+        if strides_bytes.count(strides_bytes[0]) == len(strides_bytes):
+            size_bytes = align_up(strides_bytes[0] * num_tokens, alignment_bytes)
+            return tuple(range(start, start + len(strides_bytes) * size_bytes, size_bytes))
+        aligned_bytes = {
+            stride: align_up(stride * num_tokens, alignment_bytes) for stride in set(strides_bytes)
+        }
+        sizes_bytes = map(aligned_bytes.__getitem__, strides_bytes[:-1])
+        return tuple(accumulate(sizes_bytes, initial=start))
     return tuple(extent.offset_bytes for extent in extents)
 
 

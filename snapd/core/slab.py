@@ -9,8 +9,9 @@ Source: design, section 4.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 from sortedcontainers import SortedList
@@ -68,6 +69,9 @@ class SlabAllocator:
         self._hole_keys: SortedList = SortedList()
         self._hole_ends: SortedList = SortedList()
         self._offset_bits = self._capacity_bytes.bit_length()
+        # What the last slab that was asked about needs: most are asked about more than once.
+        self._asked: Sequence[int] | None = None
+        self._asked_needs: tuple[Mapping[int, int], int] = ({}, 0)
         for start in range(0, self._capacity_bytes, self._piece_bytes):
             self._put_back(start, min(self._piece_bytes, self._capacity_bytes - start))
 
@@ -160,11 +164,48 @@ class SlabAllocator:
             return False
         if need_bytes <= self.largest_hole_bytes:
             return True
+        if len(counts) == 1:
+            ((size_bytes, count),) = counts.items()
+            return self._num_places(size_bytes, count) >= count
         runs = self._cut_planes(counts)
         if runs is None:
             return False
         self._uncut(runs)
         return True
+
+    def trial(self, plane_sizes_bytes: Sequence[int]) -> "Trial":
+        """Return what tells when the slab would fit, were other extents freed one after another.
+
+        For planes of one aligned size it only counts. Otherwise it frees extents, and takes them again when
+        it is closed: until then nothing else may be done here.
+
+        Raises:
+            ValueError: there is no plane, or a size is not positive.
+        """
+        counts, _ = self._needs(plane_sizes_bytes)
+        if len(counts) == 1:
+            ((size_bytes, count),) = counts.items()
+            return _CountingTrial(self, size_bytes, count)
+        return _FreeingTrial(self, plane_sizes_bytes)
+
+    def fits_beside(self, kept: Iterable[Extent], plane_sizes_bytes: Sequence[int]) -> bool:
+        """Return whether the slab would fit if nothing but *kept* were live.
+
+        Exact for planes of one aligned size. For others it is not known without trying, and True.
+
+        Raises:
+            ValueError: there is no plane, or a size is not positive.
+        """
+        counts, _ = self._needs(plane_sizes_bytes)
+        if len(counts) > 1:
+            return True
+        ((size_bytes, count),) = counts.items()
+        boundaries = [Extent(at, 0) for at in range(0, self._capacity_bytes, self._piece_bytes)]
+        places = start = 0
+        for extent in [*sorted([*kept, *boundaries]), Extent(self._capacity_bytes, 0)]:
+            places += (extent.offset_bytes - start) // size_bytes
+            start = extent.end_bytes
+        return places >= count
 
     def fits_ever(self, plane_sizes_bytes: Sequence[int]) -> bool:
         """Return whether ``allocate`` would find room if the arena were empty.
@@ -272,20 +313,38 @@ class SlabAllocator:
         if self._free_bytes != hole_bytes:
             raise InvariantBroken(f"free_bytes is {self._free_bytes}, the holes have {hole_bytes}")
 
-    def _needs(self, plane_sizes_bytes: Sequence[int]) -> tuple[Counter[int], int]:
+    def _needs(self, plane_sizes_bytes: Sequence[int]) -> tuple[Mapping[int, int], int]:
         """Return how many planes there are of each aligned size, and the sum over all planes."""
-        counts = Counter(plane_sizes_bytes)
+        if plane_sizes_bytes is self._asked:
+            return self._asked_needs
+        num_planes = len(plane_sizes_bytes)
+        counts: Mapping[int, int]
+        if num_planes and plane_sizes_bytes.count(plane_sizes_bytes[0]) == num_planes:
+            counts = {plane_sizes_bytes[0]: num_planes}
+        else:
+            counts = Counter(plane_sizes_bytes)
         if min(counts, default=0) <= 0:
             raise ValueError(f"plane sizes are {list(plane_sizes_bytes)}; at least one, all above 0")
-        aligned: Counter[int] = Counter()
+        aligned: dict[int, int] = {}
         need_bytes = 0
         for size_bytes, count in counts.items():
             aligned_bytes = align_up(size_bytes, self._alignment_bytes)
-            aligned[aligned_bytes] += count
+            aligned[aligned_bytes] = aligned.get(aligned_bytes, 0) + count
             need_bytes += aligned_bytes * count
+        if isinstance(plane_sizes_bytes, tuple):  # What cannot change meanwhile.
+            self._asked, self._asked_needs = plane_sizes_bytes, (aligned, need_bytes)
         return aligned, need_bytes
 
-    def _cut_planes(self, counts: Counter[int]) -> list[tuple[int, int, int]] | None:
+    def _num_places(self, size_bytes: int, enough: int) -> int:
+        """Return how many extents of *size_bytes* the holes have room for; at *enough* it stops counting."""
+        places = 0
+        for key in self._hole_keys.irange(size_bytes << self._offset_bits, reverse=True):
+            places += (key >> self._offset_bits) // size_bytes
+            if places >= enough:
+                break
+        return places
+
+    def _cut_planes(self, counts: Mapping[int, int]) -> list[tuple[int, int, int]] | None:
         """Take room for every plane from holes, or nothing.
 
         What is left of the best hole for a size is, while it holds that size, again the best one. So each
@@ -376,3 +435,82 @@ class SlabAllocator:
         self._hole_keys.remove(self._key(start, size_bytes))
         self._hole_keys.add(self._key(new_start, new_size_bytes))
         self._free_bytes += new_size_bytes - size_bytes
+
+
+class Trial(Protocol):
+    """What would fit, were some live extents freed; nothing has changed once it is closed."""
+
+    def free(self, extents: Sequence[Extent]) -> bool:
+        """Take it that these are free too, and return whether the slab fits now.
+
+        Raises:
+            InvariantBroken: one of them is not exactly a live extent, or was freed here before.
+        """
+
+    def close(self) -> None:
+        """End it; may be called twice."""
+
+
+class _FreeingTrial:
+    """Frees indeed, and takes all of it again: for planes of several sizes."""
+
+    def __init__(self, slabs: SlabAllocator, plane_sizes_bytes: Sequence[int]) -> None:
+        self._slabs = slabs
+        self._plane_sizes_bytes = plane_sizes_bytes
+        self._freed: list[Sequence[Extent]] = []
+
+    def free(self, extents: Sequence[Extent]) -> bool:
+        """See :class:`Trial`."""
+        self._slabs.free(extents)
+        self._freed.append(extents)
+        return self._slabs.could_fit(self._plane_sizes_bytes)
+
+    def close(self) -> None:
+        """See :class:`Trial`."""
+        while self._freed:
+            self._slabs.retake(self._freed.pop())
+
+
+class _CountingTrial:
+    """Counts how many planes of one size the holes would hold: O(1) an extent, and nothing is changed.
+
+    Holes that would be merged are kept here by their outer ends, which hide what the allocator says of
+    these ends. Ends inside a merged hole are asked for by nobody: what could touch them is part of it.
+    """
+
+    def __init__(self, slabs: SlabAllocator, size_bytes: int, count: int) -> None:
+        self._slabs = slabs
+        self._size_bytes = size_bytes
+        self._wanted = count
+        self._places = slabs._num_places(size_bytes, count)
+        self._start_by_end: dict[int, int] = {}
+        self._end_by_start: dict[int, int] = {}
+        self._freed: set[int] = set()
+
+    def free(self, extents: Sequence[Extent]) -> bool:
+        """See :class:`Trial`."""
+        slabs, size_bytes = self._slabs, self._size_bytes
+        for extent in extents:
+            start, end = extent.offset_bytes, extent.offset_bytes + extent.size_bytes
+            if slabs._live.get(start) != extent.size_bytes or start in self._freed:
+                raise InvariantBroken(f"trial free of {extent}: no such live extent")
+            self._freed.add(start)
+            if start % slabs._piece_bytes:
+                before = self._start_by_end.get(start)
+                if before is None:
+                    before = slabs._hole_start_by_end.get(start, start)
+                self._places -= (start - before) // size_bytes
+                start = before
+            if end % slabs._piece_bytes:
+                after = self._end_by_start.get(end)
+                if after is None:
+                    after = end + slabs._hole_size_by_start.get(end, 0)
+                self._places -= (after - end) // size_bytes
+                end = after
+            self._places += (end - start) // size_bytes
+            self._start_by_end[end] = start
+            self._end_by_start[start] = end
+        return self._places >= self._wanted
+
+    def close(self) -> None:
+        """See :class:`Trial`."""

@@ -212,7 +212,7 @@ def test_could_fit_knows_from_the_largest_hole_alone_that_a_contiguous_slab_fits
     monkeypatch.delattr(SlabAllocator, "_best_hole")
     assert slabs.could_fit([UNIT] * 3)
     with pytest.raises(AttributeError):
-        slabs.could_fit([UNIT] * 4)
+        slabs.could_fit([UNIT, UNIT, 2 * UNIT])
 
 
 def test_could_fit_changes_nothing_whatever_it_answers() -> None:
