@@ -20,6 +20,7 @@ from msgspec import Meta
 from snapd.configvalues import Setting, known, setting_of, settings_of, typed
 from snapd.core.eviction import PolicyName
 from snapd.errors import ConfigError
+from snapd.metricsaddress import WANTED, listen_address
 from snapd.mooncakeconfig import MooncakeConfig, Variable, VariableName
 from snapd.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -276,6 +277,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, _count("Log lines that wait for the disk; more are dropped and counted.")
     ] = 65_536
 
+    metrics_address: Annotated[
+        str,
+        Meta(
+            max_length=255,
+            description="Where Prometheus may ask for metrics, such as `127.0.0.1:9464`, or `:9464` for the "
+            "same. Empty: nowhere. Needs the extra `metrics`. There is no password: an address that other "
+            "hosts reach must be written out.",
+            extra={"wanted": WANTED},
+        ),
+    ] = ""
+
     def check(self, origin: Mapping[str, str] | None = None) -> None:
         """Check every range, and the relations between settings.
 
@@ -307,6 +319,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 getattr(self, name).encode()
             except UnicodeEncodeError:
                 raise ConfigError(f"{shown(name)} is not UTF-8: write another path") from None
+        if self.metrics_address:
+            try:
+                listen_address(self.metrics_address)
+            except ValueError as error:
+                raise ConfigError(f"{shown('metrics_address')} is no address: {error}: {WANTED}") from None
         if self.alignment_bytes & (self.alignment_bytes - 1):
             raise ConfigError(f"{shown('alignment_bytes')} is no power of two: write 256, 512, 1024, ...")
         if self.register_piece_bytes % self.alignment_bytes:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 import uvloop
@@ -33,9 +33,10 @@ from snapd.core.slab import SlabAllocator
 from snapd.cudaarena import CudaArena
 from snapd.errors import Reason, StartupError
 from snapd.eventlog import EventLog, LogSettings
-from snapd.executor import Executor
+from snapd.executor import Executor, spare_the_old
 from snapd.logrecovery import closing_records, read_open_attempts
 from snapd.notifications import Notifications
+from snapd.sdnotify import Heartbeat, Notifier
 from snapd.server import Server
 from snapd.service import AnyArena, Service
 from snapd.timers import SystemClock
@@ -43,12 +44,18 @@ from snapd.transport.base import ArenaOfferer
 from snapd.transport.shm import ShmOfferer
 from snapd.units import MS_PER_S, format_bytes
 
+if TYPE_CHECKING:
+    from snapd.metrics.serving import Metrics
+
 _log: Final = structlog.get_logger("snapd.daemon")
 EXIT_OK: Final = 0
 EXIT_INTERNAL_ERROR: Final = 70
 # What a shell reports for a process that SIGTERM has ended.
 EXIT_SECOND_SIGNAL: Final = 128 + signal.SIGTERM
 _LOG_CLOSE_S: Final = 5.0
+# What the end may last beyond the drain: the log has its time, and the memory goes back.
+_END_GRACE_MS: Final = 30_000
+assert _END_GRACE_MS > _LOG_CLOSE_S * MS_PER_S, "the service manager waits for the log"
 _DRAIN_POLL_S: Final = 0.02
 _CLOSING_CHUNK: Final = 1_000
 _ACCEPT_BACKLOG: Final = 256
@@ -126,7 +133,10 @@ async def _serve(config: Config) -> int:
     epoch = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_instance_lock(config))
+        metrics = _open_metrics(config, stack)
         log = stack.enter_context(_event_log(config, epoch))
+        notifier = stack.enter_context(contextlib.closing(Notifier(os.environ)))
+        notifier.status(f"taking {format_bytes(sum(arena.size_bytes for arena in config.arenas))} of memory")
         # The arenas go after the offerer: what is registered must be mapped.
         memory = stack.enter_context(contextlib.ExitStack())
         # First, because taking the memory may last, and what is wrong with Mooncake shows at once.
@@ -146,9 +156,11 @@ async def _serve(config: Config) -> int:
             ),
             is_writer_needed=machine.books.handles_of_writer.__contains__,
         )
-        executor = Executor(machine, log, SystemClock(), loop.call_later, server.tell_end, server.show_record)
+        on_record = metrics.counted(server) if metrics else server.show_record
+        executor = Executor(machine, log, SystemClock(), loop.call_later, server.tell_end, on_record)
         stack.callback(executor.close)
-        server.service = Service(
+        service_type = metrics.service_type if metrics else Service
+        server.service = service_type(
             config,
             epoch,
             executor,
@@ -159,8 +171,11 @@ async def _serve(config: Config) -> int:
             _mooncake_in_use(config, epoch, executor, server, offerer, stack),
         )
         await _write_started(config, log, executor, arenas)
+        if metrics:
+            await stack.enter_async_context(metrics.serving(server.service, server, executor))
+        spare_the_old()
         await stack.enter_async_context(_listening(config, server, loop))
-        loop.add_signal_handler(signal.SIGHUP, log.reopen)
+        loop.add_signal_handler(signal.SIGHUP, _reload, log, notifier)
         total_bytes = sum(arena.size_bytes for arena, _ in arenas.values())
         _log.info(
             "ready",
@@ -170,12 +185,33 @@ async def _serve(config: Config) -> int:
             arenas=len(arenas),
             size=format_bytes(total_bytes),
         )
+        notifier.ready()
+        stack.enter_context(contextlib.closing(Heartbeat(notifier, loop, lambda: _status(executor))))
         await stop.asked.wait()
+        notifier.stopping(config.drain_timeout_ms + _END_GRACE_MS)
         if stop.status == EXIT_OK:
             await _drain(config, executor)
         _write_stopped(log, executor, stop)
         server.close()
     return stop.status
+
+
+def _reload(log: EventLog, notifier: Notifier) -> None:
+    """Go on in the file that ``log_path`` names now."""
+    notifier.reloading()
+    log.reopen()
+    notifier.ready()
+
+
+def _status(executor: Executor) -> str:
+    """Return how the daemon fares, in one line for the service manager."""
+    books = executor.machine.books
+    arenas = [books.buffer.view(rank, 0) for rank in books.buffer.ranks]
+    free, capacity = sum(arena.free_bytes for arena in arenas), sum(arena.capacity_bytes for arena in arenas)
+    return (
+        f"{'draining' if books.is_draining else 'serving'}: {len(books.open):,} attempts open, "
+        f"{format_bytes(free)} of {format_bytes(capacity)} free"
+    )
 
 
 async def _drain(config: Config, executor: Executor) -> None:
@@ -213,6 +249,7 @@ async def _write_started(
             former_epoch=former.epoch if former else "",
             closed_attempts=len(former.attempts) if former else 0,
             eviction_policy=config.eviction_policy,
+            quarantine_ms=config.quarantine_ms,
         )
     )
     for number, record in enumerate(closing_records(former, now_ns) if former else ()):
@@ -310,6 +347,19 @@ def _event_log(config: Config, epoch: str) -> Iterator[EventLog]:
         lines_left = log.close(_LOG_CLOSE_S)
         if lines_left:
             _log.error("log lines were lost at the end", lines=lines_left, path=config.log_path)
+
+
+def _open_metrics(config: Config, stack: contextlib.AsyncExitStack) -> "Metrics | None":
+    """Listen for scrapes, if they are wanted; only then is what they need imported.
+
+    Raises:
+        StartupError: the address cannot be had, or a package is missing.
+    """
+    if not config.metrics_address:
+        return None
+    from snapd.metrics.serving import opened
+
+    return stack.enter_context(opened(config))
 
 
 def _open_offerer(config: Config) -> ArenaOfferer:

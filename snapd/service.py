@@ -6,6 +6,7 @@ Source: design, section 5.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, Protocol, TypeAlias
 
@@ -15,7 +16,6 @@ from snapd.arena import HostArena
 from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.machine import view_session
-from snapd.core.session import Session
 from snapd.cudaarena import CudaArena
 from snapd.errors import InvariantBroken, Reason
 from snapd.executor import Executor
@@ -32,6 +32,8 @@ _SHOWN_LIMITS: Final = (
     "ready_ttl_ms", "lease_ms", "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max",
     "log_queue_lines_max", "log_rotate_bytes", "log_rotate_keep",
 )  # fmt: skip
+
+OPEN_STATES: Final = frozenset(e.State) - e.FINAL_STATES
 
 AnyArena: TypeAlias = HostArena | CudaArena
 
@@ -72,6 +74,9 @@ class Service:
         log_statistics: how the log fares.
         counts: connections and watchers, now.
         mooncake_statistics: how Mooncake fares, if it is the transport.
+
+    Attributes:
+        refused: error replies so far, by reason.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Service:
         self._log_statistics = log_statistics
         self._counts = counts
         self._mooncake_statistics = mooncake_statistics
+        self.refused: Counter[Reason] = Counter()
         self._started_ns = executor.now_ns()
         self._handlers: dict[type[w.Request], Callable[..., None]] = {
             w.HelloReq: self._hello,
@@ -109,7 +115,7 @@ class Service:
         """Answer *request*, now or, for a vote that waits for others, later."""
         if isinstance(request, w.HandleRequest) and request.epoch not in ("", self._epoch):
             detail = f"the handle is of epoch {request.epoch[:32]}; this is {self._epoch}"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.STALE_HANDLE, detail=detail))
+            caller.send(self._error(request.id, Reason.STALE_HANDLE, detail))
             return
         handler = self._handlers.get(type(request))
         if handler is not None:
@@ -122,7 +128,7 @@ class Service:
     def _hello(self, caller: Caller, request: w.HelloReq) -> None:
         if request.protocol != w.PROTOCOL_VERSION:
             detail = f"the daemon speaks protocol {w.PROTOCOL_VERSION}, the client {request.protocol}"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.INVALID_REQUEST, detail=detail))
+            caller.send(self._error(request.id, Reason.INVALID_REQUEST, detail))
             return
         if request.client:
             caller.label = request.client[:LABEL_CHARS_MAX]
@@ -232,7 +238,7 @@ class Service:
         known = self._arenas.get(request.rank)
         if known is None:
             detail = f"there is no arena {request.rank}; there are {sorted(self._arenas)}"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_RANK, detail=detail))
+            caller.send(self._error(request.id, Reason.WRONG_RANK, detail))
             return
         arena = known[0]
         if isinstance(arena, CudaArena):
@@ -242,7 +248,7 @@ class Service:
             fd = arena.open_fd(writable=request.writable)
         except OSError as error:
             detail = f"no file descriptor for arena {request.rank}: {error.strerror}"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail))
+            caller.send(self._error(request.id, Reason.LIMIT_REACHED, detail))
             return
         try:
             reply = w.MapBufferRep(
@@ -250,7 +256,7 @@ class Service:
             )
             if not caller.hand_over(reply, fd):
                 detail = "ask for a buffer on a connection of its own"
-                caller.send(w.ErrorRep(id=request.id, reason=Reason.WRONG_STATE, detail=detail))
+                caller.send(self._error(request.id, Reason.WRONG_STATE, detail))
         finally:
             os.close(fd)
 
@@ -267,54 +273,49 @@ class Service:
         view = self._executor.machine.view(request.slab_handle)
         if view is None:
             detail = f"no attempt {request.slab_handle} in this epoch"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.STALE_HANDLE, detail=detail))
+            caller.send(self._error(request.id, Reason.STALE_HANDLE, detail))
         else:
             caller.send(w.GetRep(id=request.id, session=view, now_ns=self._executor.now_ns()))
 
     def _list(self, caller: Caller, request: w.ListReq) -> None:
         if not 1 <= request.limit <= w.LIST_MAX or request.offset < 0:
             detail = f"limit must be 1 to {w.LIST_MAX} and offset not negative"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.INVALID_REQUEST, detail=detail))
+            caller.send(self._error(request.id, Reason.INVALID_REQUEST, detail))
             return
-        states = set(request.states) or set(e.State) - e.FINAL_STATES
-
-        def is_wanted(session: Session) -> bool:
-            return session.state in states and request.session_id in ("", session.session_id)
-
-        # A pass over all attempts, but only one page of them is turned into views.
-        matching = [session for session in self._executor.machine.sessions() if is_wanted(session)]
-        # Slices take any number; islice would raise for one above sys.maxsize.
-        page = matching[request.offset : request.offset + request.limit]
+        states = frozenset(request.states) or OPEN_STATES
+        page, total = self._executor.machine.page(states, request.session_id, request.offset, request.limit)
         caller.send(
             w.ListRep(
                 id=request.id,
                 sessions=tuple(view_session(session) for session in page),
-                total=len(matching),
+                total=total,
                 now_ns=self._executor.now_ns(),
             )
         )
 
     def _stats(self, caller: Caller, request: w.StatsReq) -> None:
+        caller.send(self.statistics(request.id))
+
+    def statistics(self, request_id: int = 0) -> w.StatsRep:
+        """Return how everything fares now, as the reply to a request."""
         connections, watchers = self._counts()
         now_ns = self._executor.now_ns()
-        caller.send(
-            w.StatsRep(
-                id=request.id,
-                version=__version__,
-                epoch=self._epoch,
-                pid=os.getpid(),
-                uptime_ms=(now_ns - self._started_ns) // NS_PER_MS,
-                now_ns=now_ns,
-                transport=self._config.transport,
-                connections=connections,
-                watchers=watchers,
-                requests_waiting=self._executor.num_waiting,
-                timers=self._executor.num_timers,
-                core=self._executor.machine.statistics(),
-                log=self._log_statistics(),
-                limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
-                mooncake=self._mooncake_statistics() if self._mooncake_statistics else None,
-            )
+        return w.StatsRep(
+            id=request_id,
+            version=__version__,
+            epoch=self._epoch,
+            pid=os.getpid(),
+            uptime_ms=(now_ns - self._started_ns) // NS_PER_MS,
+            now_ns=now_ns,
+            transport=self._config.transport,
+            connections=connections,
+            watchers=watchers,
+            requests_waiting=self._executor.num_waiting,
+            timers=self._executor.num_timers,
+            core=self._executor.machine.statistics(),
+            log=self._log_statistics(),
+            limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
+            mooncake=self._mooncake_statistics() if self._mooncake_statistics else None,
         )
 
     def _watch(self, caller: Caller, request: w.WatchReq) -> None:
@@ -322,7 +323,11 @@ class Service:
             caller.send(w.AckRep(id=request.id))
         else:
             detail = f"{self._config.watchers_max} connections watch already (watchers_max)"
-            caller.send(w.ErrorRep(id=request.id, reason=Reason.LIMIT_REACHED, detail=detail))
+            caller.send(self._error(request.id, Reason.LIMIT_REACHED, detail))
+
+    def _error(self, request_id: int, reason: Reason, detail: str, retry_after_ms: int = 0) -> w.ErrorRep:
+        self.refused[reason] += 1
+        return w.ErrorRep(id=request_id, reason=reason, detail=detail, retry_after_ms=retry_after_ms)
 
     # --- results into replies ------------------------------------------------------------------
 
@@ -342,12 +347,7 @@ class Service:
             case e.Accepted():
                 return w.AckRep(id=request_id, state=result.state, pending=result.pending)
             case e.Refused():
-                return w.ErrorRep(
-                    id=request_id,
-                    reason=result.reason,
-                    detail=result.detail,
-                    retry_after_ms=result.retry_after_ms,
-                )
+                return self._error(request_id, result.reason, result.detail, result.retry_after_ms)
             case e.Leased():
                 return self._lease(request_id, result)
             case e.Decided():

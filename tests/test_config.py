@@ -89,6 +89,7 @@ DEFAULTS = {
     "log_rotate_keep": 8,
     "log_queue_bytes_max": 32 * MIB,
     "log_queue_lines_max": 65_536,
+    "metrics_address": "",
 }
 
 

@@ -54,6 +54,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "forensics": LazyCommand("snapd.cli.forensics:forensics", "Say what an event log tells, and prove it."),
     "demo": LazyCommand("snapd.cli.demo:demo", "Play a trace: a daemon, D workers and P ranks, real bytes."),
     "replay": LazyCommand("snapd.cli.replay:replay", "Run a trace through models of P and D."),
+    "completion": LazyCommand("snapd.cli.completion:completion", "Print what completes commands in a shell."),
 }
 
 

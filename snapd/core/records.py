@@ -37,6 +37,8 @@ class DaemonStarted(_Record, frozen=True, kw_only=True, tag="daemon.started"):
 
     Attributes:
         eviction_policy: absent in logs of versions that had one only, which is ``lru``.
+        quarantine_ms: how long bytes rest that nothing proves to be safe; absent in logs of versions that
+            did not say so.
     """
 
     version: str
@@ -47,6 +49,7 @@ class DaemonStarted(_Record, frozen=True, kw_only=True, tag="daemon.started"):
     former_epoch: str = ""
     closed_attempts: int = 0
     eviction_policy: str = ""
+    quarantine_ms: int = 0
 
 
 class DaemonStopped(_Record, frozen=True, kw_only=True, tag="daemon.stopped"):
