@@ -347,6 +347,7 @@ def make_log(
                 arenas=tuple(r.ArenaInfo(rank, "cpu", arena_bytes, ALIGNMENT_BYTES) for rank in range(ranks)),
                 former_epoch=former.epoch if former else "",
                 closed_attempts=len(former.attempts) if former else 0,
+                quarantine_ms=settings.quarantine_ms,
             )
         )
         for record in closing_records(former, now_ns) if former else ():

@@ -1,6 +1,7 @@
 """``snapd forensics``: what a log says the morning after."""
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -27,6 +28,15 @@ EXIT_UNREADABLE: Final = 2
 _RELATIVE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|w)")
 _SECONDS: Final = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 BYS: Final = ("session", "d", "hour")
+_ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# How a file begins that is packed or encoded otherwise, and what makes lines of it.
+_UNPACKERS: Final = {
+    b"BZh": "bzip2 -dc",
+    b"\xfd7zXZ": "xz -dc",
+    b"PK\x03\x04": "unzip -p",
+    b"\xff\xfe": "iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "iconv -f UTF-16 -t UTF-8",
+}
 
 
 class _Unreadable(click.ClickException):
@@ -100,7 +110,9 @@ def forensics(
         )
     if prove and (since or until or epoch) and not (html_path or png_path):
         raise click.UsageError("--prove looks at the whole log: leave --since, --until and --epoch out")
+    _check_names(html_path, png_path)
     with _typed_errors(), _cleaning_up(), _open(logs) as log:
+        _check_targets(log, html_path, png_path)
         proved = _prove(log) if prove else None
         if proved is not None and not (html_path or png_path):
             return _show_proof(proved, as_json)
@@ -133,24 +145,42 @@ def _typed_errors() -> Iterator[None]:
     """Let what is wrong with the input end with status 2."""
     try:
         yield
-    except (SnapdError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
+    except BrokenPipeError:
+        raise
+    except SnapdError as error:
         raise _Unreadable(str(error)) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise _Unreadable(f"{where}{error.strerror or error}") from None
 
 
 @contextlib.contextmanager
 def _cleaning_up() -> Iterator[None]:
-    """Let SIGTERM end the command as an exception does, so that no temporary file is left."""
+    """Let a signal end the command as an exception does, so that no temporary file is left."""
+    came: list[int] = []
 
     def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        # A second one, as a closed terminal may send, must not end the cleaning up.
+        if not came:
+            came.append(number)
+            raise SystemExit(128 + number)
 
-    former = signal.signal(signal.SIGTERM, end)
+    # What is ignored, as under nohup, stays so.
+    former = {number: handler for number in _ENDING_SIGNALS
+              if (handler := signal.getsignal(number)) is not signal.SIG_IGN}  # fmt: skip
+    for number in former:
+        signal.signal(number, end)
     try:
         yield
+    except Exception:
+        if not came:
+            raise
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    if came:
+        # It came inside the database, which makes another exception of it, or none.
+        raise SystemExit(128 + came[0])
 
 
 def _open(names: tuple[str, ...]) -> "LogInput":
@@ -163,13 +193,86 @@ def _load(log: "LogInput") -> "LogTables":
     from snapd.forensics.tables import LogTables
 
     with _progress("reading") as progress:
-        return LogTables(log, progress)
+        tables = LogTables(log, progress)
+    try:
+        _check_readable(tables, log)
+    except BaseException:
+        tables.close()
+        raise
+    return tables
+
+
+def _check_readable(tables: "LogTables", log: "LogInput") -> None:
+    """Refuse what has lines, or is damaged, and says nothing at all.
+
+    Raises:
+        LogUnreadable: nothing can be read; it says what to do.
+    """
+    from snapd.forensics.lines import LogUnreadable
+
+    damaged = [file for file in tables.files if file.damage]
+    if any(file.lines > file.unreadable for file in tables.files) or not (tables.lines or damaged):
+        return
+    if damaged:
+        raise LogUnreadable(f"{damaged[0].path}: {damaged[0].damage}; no line can be read")
+    hint = ""
+    for source in log.sources:
+        with Path(source.real_path).open("rb") as file:
+            begin = file.read(8)
+        command = next((command for magic, command in _UNPACKERS.items() if begin.startswith(magic)), None)
+        if command is not None:
+            hint = f". Try: {command} {source.path} | snapd forensics -"
+            break
+    line = tables.unreadable[0]
+    raise LogUnreadable(
+        f"{line.path}:{line.line_no}: {line.why}; no line of {tables.lines:,} can be read, so this is no "
+        f"log{hint}"
+    )
 
 
 def _report(tables: "LogTables", log: "LogInput", top: int) -> "Report":
     from snapd.forensics.report import build_report
 
     return build_report(tables, log, top=top)
+
+
+# --- what is written ---------------------------------------------------------------------------
+
+
+def _check_names(html_path: Path | None, png_path: Path | None) -> None:
+    """Refuse names under which nobody would look for a page or a picture.
+
+    Raises:
+        click.UsageError: it is one.
+    """
+    for option, path in (("--html", html_path), ("--png", png_path)):
+        if str(path) == "-":
+            raise click.UsageError(f"{option} -: standard output has the report; name a file")
+    if png_path is not None and png_path.suffix.lower() not in ("", ".png") and not png_path.is_dir():
+        raise click.UsageError(
+            f"--png {png_path}: pictures are PNG; name a file that ends in .png, or a directory "
+            "(make it first if there is a dot in its name)"
+        )
+
+
+def _check_targets(log: "LogInput", html_path: Path | None, png_path: Path | None) -> None:
+    """Refuse to write over the log.
+
+    Raises:
+        click.UsageError: what is to be written is one of the log's files, under any name.
+    """
+    inputs = [(source.path, Path(source.real_path).stat()) for source in log.sources]
+    if any(name == "-" for name, _ in inputs):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            # It may be a file, and what is read is a copy of it.
+            inputs.append(("-", os.fstat(sys.stdin.fileno())))
+    for option, path in (("--html", html_path), ("--png", png_path)):
+        if path is None or not path.is_file():
+            continue
+        found = path.stat()
+        for name, status in inputs:
+            if os.path.samestat(found, status):
+                raise click.UsageError(f"{option} {path}: that is the log itself ({name}); name another file")
 
 
 # --- what is looked at -------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from snapd.cli.common import Table, can_show, cell, plural, say, say_note, state_cell
+from snapd.cli.common import Table, can_show, cell, plural, printable, say, say_note, state_cell
 from snapd.units import MS_PER_S, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _UNREADABLE_MAX: Final = 3
 _EPOCHS_MAX: Final = 10
 _VIOLATIONS_MAX: Final = 50
 _DASH: Final = "-"
+# A session id may have thousands of characters: it must not widen every row of a table.
+_TEXT_CHARS_MAX: Final = 60
 _VERDICT_STYLES: Final = {
     "better": "bold green",
     "worse": "bold red",
@@ -59,6 +61,19 @@ def _bytes(size_bytes: int | None) -> str:
 
 def _gb_per_s(value: float | None) -> str:
     return _DASH if value is None else f"{value:.3g} GB/s"
+
+
+def short(text: str | None) -> str:
+    """Return what stands in a table of a text that may be of any length; ``--json`` has all of it."""
+    if text is None:
+        return _DASH
+    text = printable(text)
+    if len(text) <= _TEXT_CHARS_MAX:
+        return text
+    dots = "…" if can_show("…") else "..."
+    # Ids that begin alike mostly end otherwise.
+    kept = _TEXT_CHARS_MAX - len(dots)
+    return text[: kept // 2] + dots + text[kept // 2 - kept :]
 
 
 def _span(seconds: float) -> str:
@@ -191,7 +206,7 @@ def _show_epochs(report: "Report") -> None:
         is_last = index == len(report.epochs) - 1
         no_end = "still running, or cut off" if is_last else "died, or its end is missing"
         table.add(
-            epoch.epoch,
+            short(epoch.epoch),
             shown_ts(epoch.begin_ts),
             shown_ts(epoch.end_ts),
             f"{epoch.lines:,}",
@@ -207,7 +222,7 @@ def _show_reasons(report: "Report") -> None:
     for reason in report.reasons:
         style = "green" if reason.reason == "ok" else ""
         table.add(
-            cell(reason.reason, style), f"{reason.count:,}", shown_share(reason.share),
+            cell(short(reason.reason), style), f"{reason.count:,}", shown_share(reason.share),
             cell(_bar(reason.share), style),
         )  # fmt: skip
     if report.ok == 0:
@@ -260,8 +275,8 @@ def _show_slowest(report: "Report") -> None:
     for attempt in report.slowest:
         table.add(
             _ms(attempt.duration_ms), _ms(attempt.reserved_ms), _ms(attempt.transferring_ms),
-            _ms(attempt.ready_ms), _bytes(attempt.bytes), attempt.reason, shown_ts(attempt.ended_ts),
-            attempt.session_id or _DASH,
+            _ms(attempt.ready_ms), _bytes(attempt.bytes), short(attempt.reason), shown_ts(attempt.ended_ts),
+            short(attempt.session_id or None),
             f"{attempt.path}:{attempt.line_no}",
         )  # fmt: skip
     table.show()
@@ -294,9 +309,9 @@ def _show_groups(noun: str, heading: str, groups: "Groups") -> None:
 
 
 def _group_cells(group: "Group") -> "Iterable[object]":
-    worst = f"{group.worst_reason} ({group.worst_count:,})" if group.worst_reason else _DASH
+    worst = f"{short(group.worst_reason)} ({group.worst_count:,})" if group.worst_reason else _DASH
     speed = _DASH if group.gb_per_s is None else f"{group.gb_per_s:.3g}"
-    key = group.key if group.key is not None else "(not said)"
+    key = short(group.key) if group.key is not None else "(not said)"
     return (
         key, f"{group.attempts:,}", f"{group.ok:,}",
         cell(shown_share(group.ok_share), _ok_style(group.ok_share)), f"{group.refused:,}",
@@ -431,9 +446,10 @@ def show_comparison(comparison: "Comparison", name: str, other_name: str) -> Non
     table = Table("REASON", ">THERE", ">SHARE", ">HERE", ">SHARE", ">CHANGE", "")
     for reason in comparison.reasons:
         good = (reason.share_change > 0) == (reason.reason == "ok")
-        style = "" if reason.is_by_chance or not reason.share_change else "green" if good else "red"
+        is_known = reason.is_by_chance is False and reason.share_change
+        style = "" if not is_known else "green" if good else "red"
         table.add(
-            cell(reason.reason, style), f"{reason.other_count:,}", shown_share(reason.other_share),
+            cell(short(reason.reason), style), f"{reason.other_count:,}", shown_share(reason.other_share),
             f"{reason.count:,}", shown_share(reason.share),
             cell(f"{reason.share_change * 100:+.1f} points", style),
             "as chance makes" if reason.is_by_chance and reason.share_change else "",
@@ -479,8 +495,17 @@ def show_proof(proof: "ProofReport", copies: int, helps: "Mapping[ViolationKind,
             f"{plural(proof.torn_lines, 'line')} torn or damaged, {proof.unknown_lines:,} of an unknown "
             f"kind, {plural(proof.events_dropped, 'record')} dropped by the daemon."
         )
+    for damage in proof.damage:
+        say(damage)
+    for line in proof.unreadable:
+        say(f"  unreadable: {line.where}: {line.why}")
     if copies:
-        say_note(f"{plural(copies, 'line')} left out: an earlier file has them too.")
+        say_note(f"{plural(copies, 'line')} left out: an earlier file has the same.")
+    if proof.uncompared_lines:
+        say_note(
+            f"{plural(proof.uncompared_lines, 'line')} left out, not compared: an earlier file goes on "
+            "beyond their numbers, and these are not known to be in it."
+        )
     if proof.handles_forgotten:
         say_note(
             f"{plural(proof.handles_forgotten, 'handle')} of long ago forgotten: a reuse would not be seen."
@@ -492,7 +517,12 @@ def show_proof(proof: "ProofReport", copies: int, helps: "Mapping[ViolationKind,
         )
     say()
     if proof.is_good:
-        say("PROVED: no rule is broken." if proof.is_whole else "No rule is seen to be broken.", "bold green")
+        if proof.is_whole:
+            say("PROVED: no rule is broken.", "bold green")
+        elif not proof.is_read:
+            say("PROVED, as far as it could be read: no rule is seen to be broken.", "bold yellow")
+        else:
+            say("No rule is seen to be broken.", "bold green")
         return
     say(f"{plural(proof.num_violations, 'violation')}", "bold red")
     table = Table("RULE", ">COUNT", "MEANING", indent=2)

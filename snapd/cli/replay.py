@@ -1,7 +1,9 @@
 """``snapd replay``: a trace through models of P and D, with direct writes and with snapd."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +13,6 @@ import click
 from snapd.cli.common import TIMEOUT_S_DEFAULT, DaemonChoice, json_option, print_json
 from snapd.core.eviction import POLICIES
 from snapd.errors import ConfigError
-from snapd.units import parse_size_bytes
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -150,13 +151,32 @@ def replay(
                 result = run_replay(
                     requests, model, log, begun=lambda what: _tell(progress, f"replaying: {what}")
                 )
-    if as_json:
-        print_json(swept if sizes else result)
-    elif sizes:
-        show_sweep(console_for(sys.stdout), swept)
-    else:
-        show_result(console_for(sys.stdout), result)
+    with _writing():
+        if as_json:
+            print_json(swept if sizes else result)
+        elif sizes:
+            show_sweep(console_for(sys.stdout), swept)
+        else:
+            show_result(console_for(sys.stdout), result)
     return 0
+
+
+class _Unwritable(click.ClickException):
+    """What was found cannot be written to stdout."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Let a full disk behind stdout end with status 2 and a sentence."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _Unwritable(f"standard output cannot be written: {error.strerror or error}") from None
 
 
 def _live(
@@ -167,7 +187,7 @@ def _live(
     from snapd.cli.replaylive import replay_live
     from snapd.replay.chains import chain_turns
     from snapd.replay.liveplan import LiveOptions
-    from snapd.replay.model import parse_settings
+    from snapd.replay.model import in_words, parse_settings
 
     changes = {name: value for name, value in figures.items() if value is not None}
     path = DaemonChoice(socket, None, TIMEOUT_S_DEFAULT).socket_path()
@@ -175,8 +195,9 @@ def _live(
     try:
         options = msgspec.convert(values, LiveOptions)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the live replay cannot be so: {error}") from None
-    return replay_live(chain_turns(trace.requests), options, as_json=as_json)
+        raise ConfigError(f"the live replay cannot be so: {in_words(error)}") from None
+    with _writing():
+        return replay_live(chain_turns(trace.requests), options, as_json=as_json)
 
 
 def _model(figures: dict[str, Any], settings: tuple[str, ...]) -> "Model":
@@ -185,13 +206,13 @@ def _model(figures: dict[str, Any], settings: tuple[str, ...]) -> "Model":
     Raises:
         ConfigError: a figure is unknown or out of range.
     """
-    from snapd.replay.model import Model, parse_settings, replace_checked
+    from snapd.replay.model import Model, buffer_bytes_of, parse_settings, replace_checked
 
     changes = {name: value for name, value in figures.items() if value is not None and name != "buffer"}
     if figures["buffer"] is not None:
         try:
-            changes["buffer_bytes"] = parse_size_bytes(figures["buffer"])
-        except ValueError as error:
+            changes["buffer_bytes"] = buffer_bytes_of(figures["buffer"])
+        except ConfigError as error:
             raise ConfigError(f"--buffer {figures['buffer']}: {error}") from None
     return replace_checked(Model(), **changes, **parse_settings(settings, changes))
 

@@ -27,7 +27,8 @@ class ReasonDifference(msgspec.Struct, frozen=True, kw_only=True):
         count, other_count: outcomes in this log and in the other.
         share, other_share: of all outcomes of that log, 0 to 1.
         share_change: this minus the other.
-        is_by_chance: chance alone would make as large a difference more often than once in 100 times.
+        is_by_chance: chance alone would make as large a difference more often than once in 100 times; None:
+            a log has no attempts, so nobody can say.
         help: what the reason means.
     """
 
@@ -37,7 +38,7 @@ class ReasonDifference(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     other_share: float
     share_change: float
-    is_by_chance: bool
+    is_by_chance: bool | None
     help: str
 
 
@@ -138,7 +139,7 @@ def _reasons(report: Report, other: Report) -> list[ReasonDifference]:
                 share=share,
                 other_share=other_share,
                 share_change=share - other_share,
-                is_by_chance=chance is None or chance > CHANCE_MAX,
+                is_by_chance=None if chance is None else chance > CHANCE_MAX,
                 help=reason_help(reason),
             )
         )
@@ -148,7 +149,7 @@ def _reasons(report: Report, other: Report) -> list[ReasonDifference]:
 def _figures(report: Report, other: Report) -> list[Figure]:
     figures = [
         _figure("transfer GB/s", report.speed.gb_per_s, other.speed.gb_per_s, True),
-        _figure("payload GB that P has", report.speed.ok_bytes / 1e9, other.speed.ok_bytes / 1e9, True),
+        _figure("payload GB that P has", _ok_gb(report), _ok_gb(other), True),
     ]
     here = {times.state: times for times in report.states}
     there = {times.state: times for times in other.states}
@@ -168,6 +169,11 @@ def _figures(report: Report, other: Report) -> list[Figure]:
         _figure("fullest arena, share held", _fullest(report), _fullest(other), None),
     ]
     return [figure for figure in figures if figure.value is not None or figure.other_value is not None]
+
+
+def _ok_gb(report: Report) -> float | None:
+    """Return the payload that P has; None: the log says no bytes at all, as an older one may."""
+    return report.speed.ok_bytes / 1e9 if report.speed.asked_bytes else None
 
 
 def _fullest(report: Report) -> float | None:

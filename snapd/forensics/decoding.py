@@ -7,7 +7,8 @@ another version, be a line of an older log, or be no line at all.
 Source: design, section 6.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, get_args, get_origin
 
 import msgspec
@@ -16,7 +17,7 @@ from snapd.core.records import ArenaInfo
 from snapd.core.slab import Extent
 from snapd.eventlog import LINE_TYPES, Header
 from snapd.forensics.lines import LINE_BYTES_MAX
-from snapd.forensics.oldlog import PEER_NAMES, read_old
+from snapd.forensics.oldlog import PEER_NAMES, is_attempt, read_old
 
 OLD_EVENT: Final = "older.attempt"
 _INT64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -187,13 +188,50 @@ def read_slowly(raw: bytes) -> Slow:
     if len(raw) >= LINE_BYTES_MAX:
         return Unreadable(f"longer than {LINE_BYTES_MAX:,} bytes")
     try:
-        fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+        fields = _object(raw)
+        if not isinstance(fields, dict):
+            return Unreadable("no JSON object")
+        if fields.keys() >= _HEADER_NAMES and not _is_older(fields):
+            return _with_header(fields)
+        return _older(fields)
+    except RecursionError:
+        return Unreadable("too many brackets inside each other")
+    except msgspec.DecodeError as error:
         return Unreadable(str(error)[:_WHY_CHARS_MAX])
-    if not isinstance(fields, dict):
-        return Unreadable("no JSON object")
-    if fields.keys() >= _HEADER_NAMES:
-        return _with_header(fields)
+
+
+def _object(raw: bytes) -> Any:
+    """Decode JSON, also as Python writes it: NaN and Infinity are no JSON, and become None.
+
+    Raises:
+        msgspec.DecodeError: it is neither.
+        RecursionError: it has too many brackets inside each other.
+    """
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        try:
+            found = json.loads(raw.decode(), parse_constant=lambda _: None)
+            # What cannot be written again, such as half a character, can be kept nowhere.
+            msgspec.json.encode(found)
+        except (ValueError, OverflowError):
+            found = None
+        if found is None:
+            raise
+        return found
+
+
+def _is_older(fields: Mapping[str, Any]) -> bool:
+    """Whether a line that has all names of snapd's header is an older log's all the same."""
+    # Of what a later snapd writes of an attempt, each line names it.
+    return (
+        not (isinstance(fields["event"], str) and fields["event"].encode() in KINDS)
+        and "slab_handle" not in fields
+        and is_attempt(fields)
+    )
+
+
+def _older(fields: Mapping[str, Any]) -> Slow:
     old = read_old(fields)
     if old is None:
         return Unreadable("neither a record of snapd nor the outcome of an attempt: no ok, no status")
@@ -236,7 +274,7 @@ def bad_column(kind: Kind, value: Any) -> str:
     for name, decoder in kind.checks.items():
         try:
             decoder.decode(b"[" + bytes(getattr(value, name)) + b"]")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return f"{name}: {error}"
     return ""
 

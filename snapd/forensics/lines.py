@@ -34,6 +34,7 @@ STDIN: Final = "-"
 LINE_BYTES_MAX: Final = 1 * MIB
 _CHUNK_BYTES: Final = 1 * MIB
 _ENDS_BYTES: Final = 256 * KIB
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 # d-to-p-sync.jsonl, .1, .2.gz, and what logrotate makes of it: -20260131.zst
@@ -264,7 +265,7 @@ def in_order(sources: Sequence[Source]) -> tuple[Source, ...]:
 def _first_header(lines: Iterable[bytes]) -> Header | None:
     for raw in lines:
         if raw:
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
                 return _header_decoder.decode(raw)
     return None
 
@@ -290,6 +291,7 @@ def _chunks(compression: str, file: IO[bytes]) -> Iterator[bytes | str]:
         unpacker = zstandard.ZstdDecompressor()
         read = unpacker.stream_reader(file, read_across_frames=True, closefd=False).read
         troubles = (zstandard.ZstdError,)
+    is_first = True
     while True:
         try:
             chunk = read(_CHUNK_BYTES)
@@ -298,7 +300,9 @@ def _chunks(compression: str, file: IO[bytes]) -> Iterator[bytes | str]:
             return
         if not chunk:
             return
-        yield chunk
+        # Some editors and shells put this before the first line.
+        yield chunk.removeprefix(_BYTE_ORDER_MARK) if is_first else chunk
+        is_first = False
 
 
 def _zstandard() -> Any:

@@ -127,7 +127,7 @@ class _Loader:
             batch = find(event_of(raw))
             try:
                 value = None if batch is None else batch.decode(raw)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 value = None
             if batch is None or value is None:
                 if raw:
@@ -200,7 +200,7 @@ class _Loader:
     def _weed_out(self, batch: _Batch) -> None:
         """Take lines out in which a column that is kept as JSON holds something else."""
         if not batch.values or all(
-            _are_all(decoder, [getattr(value, name) for value in batch.values])
+            are_all(decoder, [getattr(value, name) for value in batch.values])
             for name, decoder in batch.kind.checks.items()
         ):
             return
@@ -274,11 +274,11 @@ class _Loader:
         return epochs
 
 
-def _are_all(decoder: msgspec.json.Decoder[list[Any]], values: list[msgspec.Raw]) -> bool:
+def are_all(decoder: msgspec.json.Decoder[list[Any]], values: list[msgspec.Raw]) -> bool:
     """Whether all these pieces of JSON are of one shape: asked at once, as it is nearly always so."""
     try:
         decoder.decode(b"[" + b",".join(values) + b"]")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
 

@@ -14,6 +14,8 @@ from snapd.forensics.violations import Where
 RECENT_MAX: Final = 4_096
 ENDED_PER_GENERATION_MAX: Final = 500_000
 _STALE_MAX: Final = 1_024
+# A daemon that runs has this part of the grace.
+RUNNING_SHARE: Final = 10
 
 
 class Lease:
@@ -136,10 +138,12 @@ class Overdue:
     """Leases and quarantines by deadline; tells those that go on long after it.
 
     A daemon that stood still takes up other things first, and its timers fire late. So the grace counts from
-    the first line at or after the deadline, not from the deadline.
+    the first line at or after the deadline, not from the deadline. Where lines show that the daemon runs, a
+    tenth of the grace is enough: a pause between two of them counts half of that at most, as it may have
+    stood still again.
 
     Args:
-        grace_ns: how long a daemon that runs may leave a deadline alone.
+        grace_ns: how long a daemon may leave a deadline alone.
 
     Attributes:
         next_ns: nothing need be done before that time.
@@ -148,9 +152,12 @@ class Overdue:
     def __init__(self, grace_ns: int) -> None:
         self.next_ns = _NEVER_NS
         self._grace_ns = grace_ns
+        self._running_grace_ns = grace_ns // RUNNING_SHARE
+        self._at_ns = 0
+        self._running_ns = 0  # goes on while something waits in _seen, pauses cut short
         self._number = 0
         self._heap: list[tuple[int, int, Lease | Shard]] = []
-        self._seen: deque[tuple[int, Lease | Shard]] = deque()
+        self._seen: deque[tuple[int, int, Lease | Shard]] = deque()
         self._compact_at = _STALE_MAX
 
     def add(self, item: Lease | Shard) -> None:
@@ -169,17 +176,26 @@ class Overdue:
         """Let time pass, and return what is overdue. Each item is returned once."""
         late: list[Lease | Shard] = []
         heap, seen = self._heap, self._seen
+        if seen:
+            self._running_ns += min(at_ns - self._at_ns, self._running_grace_ns // 2)
+        self._at_ns = at_ns
         while heap and heap[0][0] <= at_ns:
             item = heapq.heappop(heap)[2]
             if not item.is_over:
-                seen.append((at_ns, item))
-        while seen and seen[0][0] + self._grace_ns < at_ns:
-            item = seen.popleft()[1]
+                seen.append((at_ns, self._running_ns, item))
+        while seen:
+            since_ns, running_ns, item = seen[0]
+            is_late = (
+                since_ns + self._grace_ns < at_ns or running_ns + self._running_grace_ns < self._running_ns
+            )
+            if not (is_late or item.is_over):
+                break
+            seen.popleft()
             if not item.is_over:
                 late.append(item)
         self.next_ns = heap[0][0] if heap else _NEVER_NS
         if seen:
-            self.next_ns = min(self.next_ns, seen[0][0] + self._grace_ns + 1)
+            self.next_ns = at_ns  # Every line says for how long it has run.
         return late
 
     def clear(self) -> None:

@@ -27,6 +27,7 @@ from snapd.forensics.violations import (
     ArenaFacts,
     Findings,
     ProofReport,
+    UnreadLine,
     Violation,
     ViolationKind,
     Where,
@@ -39,6 +40,8 @@ __all__ = [
 
 OVERDUE_GRACE_MS: Final = 10_000
 EPOCHS_REMEMBERED_MAX: Final = 10_000
+UNREADABLE_KEPT_MAX: Final = 5
+_WHY_CHARS_MAX: Final = 200
 K = ViolationKind
 
 
@@ -75,7 +78,8 @@ class Proof:
 
     Args:
         kept_per_kind: violations of one kind that the report holds; all are counted.
-        overdue_grace_ms: how long a running daemon may leave a deadline alone before that is a violation.
+        overdue_grace_ms: how long a daemon may leave a deadline alone before that is a violation; one that
+            runs, as its lines show, for a tenth of it.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Proof:
             "", self._findings, self._grace_ns, self._close_former
         )  # before the first line
         self._seen: dict[str, bool] = {}  # former epochs, and whether every line of them is known
+        self._gone_on: set[str] = set()  # those of which it was told that they go on
         self._former: dict[str, dict[int, Attempt]] = {}  # what they left open
         self._last_where: Where | None = None
         self._is_beginning_known = False
@@ -94,6 +99,12 @@ class Proof:
         self._lines = 0
         self._unknown_lines = 0
         self._torn_lines = 0
+        self._torn_run = 0  # torn lines that follow each other, the last of them as line _torn_at
+        self._torn_at = 0
+        self._unread_lines = 0
+        self._unreadable: list[UnreadLine] = []
+        self._damage: list[str] = []
+        self._uncompared_lines = 0
         self._epochs = 0
         self._crashed_epochs = 0
 
@@ -132,7 +143,7 @@ class Proof:
         """Take a line that is not just the next one of an epoch."""
         if isinstance(line, TornLine):
             # At the end of an epoch it is no fault. Elsewhere the next line's seq shows whether one is lost.
-            self._torn_lines += 1
+            self._take_torn(line, where)
             return
         header = line.header
         record = line.record if isinstance(line, Line) else None
@@ -165,6 +176,25 @@ class Proof:
                 self._end_closing(where)
             epoch.feed(epoch.handlers[type(record)], record, where)
 
+    def take_damage(self, path: str, why: str) -> None:
+        """A file cannot be read beyond the lines so far."""
+        self._damage.append(f"{path}: {why}")
+
+    def take_copy(self, header: Header, earlier: Where | None, where: Where, *, is_same: bool) -> None:
+        """A line is left out, as an earlier file goes on beyond its number.
+
+        Args:
+            header: of the line.
+            earlier: the line of that number in the earlier file; None: not known.
+            where: the line.
+            is_same: both read alike.
+        """
+        if earlier is None:
+            self._uncompared_lines += 1
+        elif not is_same:
+            message = f"the line of seq {header.seq} reads otherwise than that of an earlier file"
+            self._findings.report(K.COPIES_DIFFER, message, earlier, where, epoch=header.epoch)
+
     def finish(self) -> ProofReport:
         """Return the report of all lines so far. What is open then is no violation."""
         findings, epoch = self._findings, self._epoch
@@ -192,6 +222,10 @@ class Proof:
             unproved_attempts=findings.unproved_attempts,
             unproved_lines=findings.unproved_lines,
             handles_forgotten=findings.handles_forgotten + epoch.ended.forgotten,
+            uncompared_lines=self._uncompared_lines,
+            unread_lines=self._unread_lines + self._torn_before(self._lines + 1),
+            unreadable=tuple(self._unreadable),
+            damage=tuple(self._damage),
         )
 
     def books(self) -> Books:
@@ -222,6 +256,22 @@ class Proof:
             attempts_ok=epoch.attempts_ok,
         )
 
+    # --- what cannot be read -------------------------------------------------------------------
+
+    def _take_torn(self, line: TornLine, where: Where) -> None:
+        self._torn_lines += 1
+        self._torn_run = self._torn_run + 1 if self._torn_at == self._lines - 1 else 1
+        self._torn_at = self._lines
+        if len(self._unreadable) < UNREADABLE_KEPT_MAX:
+            self._unreadable.append(UnreadLine(where, line.why[:_WHY_CHARS_MAX]))
+
+    def _torn_before(self, line: int) -> int:
+        """Return how many torn lines end just before the line that is the n-th; 0 for a single one.
+
+        A daemon that dies leaves one line that is cut off. Of more of them nobody knows what they were.
+        """
+        return self._torn_run if self._torn_at == line - 1 and self._torn_run > 1 else 0
+
     # --- epochs and numbers --------------------------------------------------------------------
 
     def _report(self, kind: ViolationKind, message: str, *lines: Where | None) -> None:
@@ -248,9 +298,14 @@ class Proof:
         """A line of another epoch: return whether it begins one."""
         old = self._epoch
         if header.epoch in self._seen:
-            message = f"a line of epoch {header.epoch}, which was over before epoch {old.name} began"
-            self._findings.report(K.EPOCH_ORDER, message, old.started, where, epoch=header.epoch)
+            self._findings.unproved_lines += 1
+            if header.epoch not in self._gone_on:
+                # Once: it is one fault, and as many lines as the epoch has left.
+                self._gone_on.add(header.epoch)
+                message = f"a line of epoch {header.epoch}, which was over before epoch {old.name} began"
+                self._findings.report(K.EPOCH_ORDER, message, old.started, where, epoch=header.epoch)
             return False
+        self._unread_lines += self._torn_before(self._lines)
         is_first = not self._epochs
         if not is_first:
             self._retire(old)
@@ -278,7 +333,9 @@ class Proof:
         """An epoch is over: what it left open waits for the next one to close it."""
         self._seen[epoch.name] = epoch.is_complete
         if len(self._seen) > EPOCHS_REMEMBERED_MAX:
-            del self._seen[next(iter(self._seen))]
+            oldest = next(iter(self._seen))
+            del self._seen[oldest]
+            self._gone_on.discard(oldest)
             self._is_story_known = False
         self._findings.handles_forgotten += epoch.ended.forgotten
         self._crashed_epochs += not epoch.is_stopped_in_order

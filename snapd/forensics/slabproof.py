@@ -6,7 +6,7 @@ Source: design, sections 3, 4 and 12.
 from snapd.core import records as r
 from snapd.core.slab import Extent
 from snapd.forensics import rules
-from snapd.forensics.epochstate import EpochState, K
+from snapd.forensics.epochstate import NS_PER_MS, EpochState, K
 from snapd.forensics.memory import Attempt, Lease
 from snapd.forensics.shards import LIVE, QUARANTINED, Shard
 from snapd.forensics.violations import Where
@@ -102,23 +102,40 @@ class SlabProof(EpochState):
             wrong = rules.why_quarantine_is_wrong(record.why, attempt.state, attempt.reason)
             if wrong:
                 self.report(K.WRONG_QUARANTINE, record, wrong, attempt.entered, where)
-            elif attempt.is_whole:
-                self._check_until(shard, record, where)
+            else:
+                self._check_until(shard, record, where, is_whole=attempt.is_whole)
         self.maps[record.rank].quarantine(shard)
         shard.why, shard.until_ns, shard.since_ns = record.why, record.until_ns, record.at_ns
         shard.quarantined = where
         self.quarantined[record.slab_handle, record.rank] = shard
         self._overdue.add(shard)
 
-    def _check_until(self, shard: Shard, record: r.SlabQuarantined, where: Where) -> None:
-        """A reader's quarantine lasts until its lease is over; another has a time of its own."""
+    def _check_until(self, shard: Shard, record: r.SlabQuarantined, where: Where, *, is_whole: bool) -> None:
+        """A reader's quarantine lasts until its lease is over; another has a time of its own, at least."""
         if record.why != "leased":
-            if record.until_ns <= record.at_ns:
-                message = f"the quarantine of rank {record.rank} is over when it begins"
-                self.report(K.WRONG_QUARANTINE, record, message, where)
-        elif (shard.lease_ended_ns, shard.lease_until_ns) != (record.at_ns, record.until_ns):
+            self._check_time(shard, record, where, is_whole=is_whole)
+        elif is_whole and (shard.lease_ended_ns, shard.lease_until_ns) != (record.at_ns, record.until_ns):
             message = f"rank {record.rank} had no lease until {record.until_ns} ns that ended now"
             self.report(K.WRONG_QUARANTINE, record, message, shard.allocated, where)
+
+    def _check_time(self, shard: Shard, record: r.SlabQuarantined, where: Where, *, is_whole: bool) -> None:
+        """The time is that of the settings; longer only where somebody reads for longer."""
+        told_ns = record.until_ns - record.at_ns
+        if told_ns <= 0:
+            message = f"the quarantine of rank {record.rank} is over when it begins"
+            self.report(K.WRONG_QUARANTINE, record, message, where)
+            return
+        if self.start is None or not self.start.quarantine_ms:
+            return  # A log of a version that did not say it.
+        wanted_ns = self.start.quarantine_ms * NS_PER_MS
+        is_read = record.why == "undrained" and shard.lease_ended_ns == record.at_ns
+        may_be_longer = not is_whole or (is_read and told_ns == shard.lease_until_ns - record.at_ns)
+        if told_ns < wanted_ns or (told_ns > wanted_ns and not may_be_longer):
+            message = (
+                f"the quarantine of rank {record.rank} is to last {told_ns / NS_PER_MS} ms, and "
+                f"daemon.started says {self.start.quarantine_ms} ms"
+            )
+            self.report(K.WRONG_QUARANTINE, record, message, self.started, where)
 
     def release(self, record: r.SlabReleased, where: Where) -> None:
         """The extents are free: something must show that nobody can touch them any more."""

@@ -91,19 +91,20 @@ class LogTables:
     ) -> None:
         duckdb = _import_duckdb()
         self.selection = Selection()
+        self.connection: Any = None
         self._arena_series: dict[int, list[ArenaSeries]] = {}
         self._directory = tempfile.mkdtemp(prefix="snapd-forensics-")
-        self.connection: Any = duckdb.connect(
-            str(Path(self._directory) / "log.duckdb"),
-            config={
-                "memory_limit": f"{memory_bytes_max}B",
-                "temp_directory": self._directory,
-                # Reading is Python's work: more threads would only wait for it, and not idly.
-                "threads": 1,
-                "preserve_insertion_order": False,
-            },
-        )
         try:
+            self.connection = duckdb.connect(
+                str(Path(self._directory) / "log.duckdb"),
+                config={
+                    "memory_limit": f"{memory_bytes_max}B",
+                    "temp_directory": self._directory,
+                    # Reading is Python's work: more threads would only wait for it, and not idly.
+                    "threads": 1,
+                    "preserve_insertion_order": False,
+                },
+            )
             self.files, self.unreadable, self.epochs, self.duplicates = load(self.connection, log, progress)
             self.connection.execute(f"SET threads = {min(os.cpu_count() or 1, _THREADS_MAX)}")
             self.select(Selection())
@@ -124,9 +125,14 @@ class LogTables:
 
     def close(self) -> None:
         """Delete the database."""
-        with contextlib.suppress(Exception):
-            self.connection.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        try:
+            with contextlib.suppress(Exception):
+                self.connection.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        except BaseException:
+            # A signal came meanwhile: what is begun is done first.
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
 
     @property
     def lines(self) -> int:
@@ -227,7 +233,11 @@ def _import_duckdb() -> Any:
         return importlib.import_module("duckdb")
     except ImportError as error:
         raise ExtraMissing(
+            # One that is there and does not load has no name: then what it says is better than nothing.
             f"reading logs needs {error.name}, which is not installed: pip install 'kv-snapd[forensics]'"
+            if error.name
+            else f"reading logs needs duckdb and pyarrow, and one of them does not load ({error}): "
+            "pip install --force-reinstall 'kv-snapd[forensics]'"
         ) from None
 
 

@@ -12,6 +12,7 @@ class ViolationKind(enum.StrEnum):
     """Which rule was broken."""
 
     SEQUENCE_GAP = "sequence-gap"
+    COPIES_DIFFER = "copies-differ"
     EPOCH_ORDER = "epoch-order"
     CLOCK_BACKWARDS = "clock-backwards"
     ILLEGAL_TRANSITION = "illegal-transition"
@@ -35,6 +36,7 @@ class ViolationKind(enum.StrEnum):
 
 KIND_HELP: Final[dict[ViolationKind, str]] = {
     ViolationKind.SEQUENCE_GAP: "A line is missing and nothing says so, or a line comes twice.",
+    ViolationKind.COPIES_DIFFER: "Two files have a line of the same epoch and number that reads differently.",
     ViolationKind.EPOCH_ORDER: "A line lies outside the life of the daemon that wrote it.",
     ViolationKind.CLOCK_BACKWARDS: "at_ns is below that of an earlier line of the epoch.",
     ViolationKind.ILLEGAL_TRANSITION: "No rule leads from that state to this one, or not for this reason.",
@@ -66,6 +68,13 @@ class Where(msgspec.Struct, frozen=True, order=True, gc=False):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line_no}"
+
+
+class UnreadLine(msgspec.Struct, frozen=True):
+    """A line that is torn or damaged, and how that was seen."""
+
+    where: Where
+    why: str
 
 
 class Violation(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +135,10 @@ class ProofReport(msgspec.Struct, frozen=True, kw_only=True):
             so; one that is open over a gap counts before and after it.
         unproved_lines: lines for which something could not be checked for want of earlier ones.
         handles_forgotten: ended attempts so long ago that a reuse of their handles would not be seen.
+        uncompared_lines: left out, as an earlier file goes on beyond their numbers, and not compared with it.
+        unread_lines: torn ones where an epoch or the log ends; one alone there is tolerated, and not counted.
+        unreadable: the first torn lines.
+        damage: files that could not be read to their end, and why.
     """
 
     violations: tuple[Violation, ...]
@@ -150,6 +163,10 @@ class ProofReport(msgspec.Struct, frozen=True, kw_only=True):
     unproved_attempts: int
     unproved_lines: int
     handles_forgotten: int
+    uncompared_lines: int = 0
+    unread_lines: int = 0
+    unreadable: tuple[UnreadLine, ...] = ()
+    damage: tuple[str, ...] = ()
 
     @property
     def num_violations(self) -> int:
@@ -164,7 +181,13 @@ class ProofReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_whole(self) -> bool:
         """Nothing was left unproved for want of lines."""
-        return self.is_beginning_known and not (self.unproved_attempts or self.unproved_lines)
+        is_proved = not (self.unproved_attempts or self.unproved_lines or self.uncompared_lines)
+        return self.is_beginning_known and is_proved and self.is_read
+
+    @property
+    def is_read(self) -> bool:
+        """All of the files could be read, but for a last line that is cut off."""
+        return not (self.damage or self.unread_lines)
 
 
 class Findings:

@@ -6,9 +6,10 @@ from typing import Final, Self
 
 from snapd import __version__
 from snapd.core import records as r
+from snapd.core.session import Settings
 from snapd.errors import StartupError
 from snapd.eventlog import EventLog, LogSettings
-from snapd.replay.model import Model
+from snapd.replay.model import ALIGNMENT_BYTES, Model
 from snapd.units import MIB, NS_PER_S
 from snapd.wire import PROTOCOL_VERSION
 
@@ -44,11 +45,14 @@ class ReplayLog:
         self._ok = 0
         self._attempts = 0
         self._log = EventLog(settings, f"{model.seed:032x}", self._wall_clock)
-        arena = r.ArenaInfo(0, "cuda:0" if model.buffer_in == "device" else "cpu", model.buffer_bytes, 256)
+        arena = r.ArenaInfo(
+            0, "cuda:0" if model.buffer_in == "device" else "cpu", model.buffer_bytes, ALIGNMENT_BYTES
+        )
         self.write(
             r.DaemonStarted(
                 at_ns=NS_PER_S, version=__version__, protocol=PROTOCOL_VERSION, pid=0, transport="replay",
                 arenas=(arena,), eviction_policy="lru" if model.policy == "clairvoyant" else model.policy,
+                quarantine_ms=Settings().quarantine_ms,
             )
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ not serve the conversation trace: it asks for 520 to 770 TFLOP/s, hour long, wha
 """
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -13,7 +14,7 @@ import msgspec
 from snapd.core.eviction import PolicyName
 from snapd.errors import ConfigError
 from snapd.layout import Layout, Namespace
-from snapd.units import GIB, NS_PER_S, parse_size_bytes
+from snapd.units import GIB, NS_PER_S, format_bytes, parse_size_bytes
 
 Send: TypeAlias = Literal["suffix", "hint", "session"]
 Ingest: TypeAlias = Literal["eager", "on-demand", "hybrid"]
@@ -21,8 +22,14 @@ DirectAlloc: TypeAlias = Literal["free", "evict"]
 BufferIn: TypeAlias = Literal["device", "host"]
 Policy: TypeAlias = PolicyName | Literal["clairvoyant"]
 _GB: Final = 1_000_000_000
+_OUT_OF_RANGE: Final = re.compile(r"Expected `\w+` ([<>]=?) ([\d.e+]+) - at `\$\.(\w+)`")
+_WORDS: Final = {"<": "below", "<=": "at most", ">": "above", ">=": "at least"}
 _Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+# Of the core's arena; a smaller buffer holds nothing.
+ALIGNMENT_BYTES: Final = 256
+BUFFER_BYTES_MIN: Final = ALIGNMENT_BYTES
+BUFFER_BYTES_MAX: Final = 1 << 40
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +84,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     copy_gb_per_s: _Positive = 7_840.0
     host_copy_gb_per_s: _Positive = 200.0
     hbm_gb_per_s: _Positive = 19_200.0
-    buffer_bytes: _Count = 8 * GIB
+    buffer_bytes: Annotated[int, msgspec.Meta(ge=BUFFER_BYTES_MIN, le=BUFFER_BYTES_MAX)] = 8 * GIB
     buffer_in: BufferIn = "device"
     send: Send = "suffix"
     resend: bool = True
@@ -148,6 +155,24 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return round(num_tokens * self.token_bytes / (gb_per_s * _GB) * NS_PER_S)
 
 
+def buffer_bytes_of(text: str) -> int:
+    """Return the size that a text such as ``8GiB`` names, if a buffer can be so large.
+
+    Raises:
+        ConfigError: it names none, or a buffer cannot.
+    """
+    try:
+        size_bytes = parse_size_bytes(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not BUFFER_BYTES_MIN <= size_bytes <= BUFFER_BYTES_MAX:
+        raise ConfigError(
+            f"a buffer has {format_bytes(BUFFER_BYTES_MIN)} to "
+            f"{format_bytes(BUFFER_BYTES_MAX)}, and not {size_bytes:,} bytes"
+        )
+    return size_bytes
+
+
 def replace_checked(model: Model, **changes: object) -> Model:
     """Return *model* with other figures, checked.
 
@@ -157,7 +182,13 @@ def replace_checked(model: Model, **changes: object) -> Model:
     try:
         return msgspec.convert({**msgspec.structs.asdict(model), **changes}, Model)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the model cannot be so: {error}") from None
+        raise ConfigError(f"the model cannot be so: {in_words(error)}") from None
+
+
+def in_words(error: msgspec.ValidationError) -> str:
+    """Return what is wrong with a figure, by its name."""
+    found = _OUT_OF_RANGE.fullmatch(str(error))
+    return f"{found[3]} must be {_WORDS[found[1]]} {float(found[2]):,.15g}" if found else str(error)
 
 
 def parse_settings(

@@ -1,15 +1,18 @@
 """A whole replay, and sweeps over sizes of the buffer."""
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Final, NamedTuple
 
 from snapd import __version__
-from snapd.errors import ConfigError
+from snapd.errors import ConfigError, SnapdError
 from snapd.executor import RecordSink
 from snapd.replay.chains import Turn, chain_turns
-from snapd.replay.model import Model, replace_checked
+from snapd.replay.model import Model, buffer_bytes_of, replace_checked
 from snapd.replay.result import (
     Bounds,
     Result,
@@ -24,9 +27,12 @@ from snapd.replay.result import (
 )
 from snapd.replay.run import run_trace
 from snapd.replay.trace import Trace
-from snapd.units import parse_size_bytes
 
 SWEEP_POINTS_MAX: Final = 64
+
+
+class SweepBroken(SnapdError):
+    """A process of a sweep is gone."""
 
 
 def replay(
@@ -80,19 +86,19 @@ def parse_sweep(text: str) -> tuple[int, ...]:
     """
     try:
         if ".." in text:
-            low, high = (parse_size_bytes(part) for part in text.split("..", 1))
+            low, high = (buffer_bytes_of(part) for part in text.split("..", 1))
             sizes: list[int] = []
-            while 0 < low <= high and len(sizes) <= SWEEP_POINTS_MAX:
+            while low <= high:
                 sizes.append(low)
                 low *= 2
             # The end is asked for, so it is there.
             if sizes and sizes[-1] != high:
                 sizes.append(high)
         else:
-            sizes = sorted({parse_size_bytes(part) for part in text.split(",")})
-    except ValueError as error:
+            sizes = sorted({buffer_bytes_of(part) for part in text.split(",")})
+    except ConfigError as error:
         raise ConfigError(f"--sweep {text}: {error}") from None
-    if not sizes or sizes[0] <= 0 or len(sizes) > SWEEP_POINTS_MAX:
+    if not sizes or len(sizes) > SWEEP_POINTS_MAX:
         raise ConfigError(f"--sweep {text}: write 2GiB..64GiB or 2GiB,8GiB, at most {SWEEP_POINTS_MAX} sizes")
     return tuple(sizes)
 
@@ -122,6 +128,7 @@ def sweep(
 
     Raises:
         ConfigError: a buffer leaves P no slots.
+        SweepBroken: one of the processes was killed.
     """
     models = [replace_checked(model, buffer_bytes=size_bytes) for size_bytes in sizes_bytes]
     for each in models:
@@ -131,12 +138,8 @@ def sweep(
     direct = run_trace("direct", model, turns)
     points: list[_Point] = []
     if processes > 1 and len(models) > 1:
-        # A fresh interpreter each: nothing of this process's threads and locks comes along.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(processes, len(models)), mp_context=context) as pool:
-            for size_bytes, point in zip(
-                sizes_bytes, pool.map(_sweep_point, [trace] * len(models), models), strict=True
-            ):
+        with _begun(trace, models, processes) as found:
+            for size_bytes, point in zip(sizes_bytes, found, strict=True):
                 points.append(point)
                 done(size_bytes)
     else:
@@ -152,6 +155,37 @@ def sweep(
         direct=run_result(direct, none, model, turns),
         points=tuple(_shown(size, point) for size, point in zip(sizes_bytes, points, strict=True)),
     )
+
+
+@contextlib.contextmanager
+def _begun(trace: Trace, models: Sequence[Model], processes: int) -> Iterator[Iterator[_Point]]:
+    """Begin the runs in processes of their own, and end those when the block ends in whatever way.
+
+    Raises:
+        SweepBroken: one of them was killed.
+    """
+    before = set(multiprocessing.active_children())
+    # A fresh interpreter each: nothing of this process's threads and locks comes along.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(models)), mp_context=context)
+    try:
+        # Ctrl-C goes to all of them at once. They are ended from here, so they never see it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            found = pool.map(_sweep_point, [trace] * len(models), models)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield found
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise SweepBroken(
+                "a process of the sweep was killed, perhaps for want of memory: try fewer with --processes"
+            ) from None
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _sweep_point(trace: Trace, model: Model) -> _Point:

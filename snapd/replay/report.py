@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from snapd.errors import ConfigError, ExtraMissing
+from snapd.errors import ConfigError, ExtraMissing, Reason
 from snapd.replay.model import Model
-from snapd.replay.result import Result, RunResult, SweepResult, TraceFacts, shown_gib
+from snapd.replay.result import Result, RunResult, SweepPoint, SweepResult, TraceFacts, shown_gib
 from snapd.units import format_bytes, format_ms
 
 _COLUMNS: Final = 110
@@ -78,6 +78,8 @@ def show_result(console: Console, result: Result) -> None:
         if run.reasons:
             _say(console, f"{name}: " + ", ".join(f"{count:,} {why}" for why, count in run.reasons.items()))
     console.print()
+    _say(console, _by_syncs(result))
+    _say(console, _by_policy(result.snapshot, result.model.buffer_bytes))
     size = format_bytes(result.model.buffer_bytes)
     _say(
         console,
@@ -90,6 +92,60 @@ def show_result(console: Console, result: Result) -> None:
         f"If P's pool knew the future as well: {_millions(result.omniscient_reused_tokens)}; snapshot "
         f"reaches {result.of_omniscient:.1%}.",
     )
+
+
+def _by_syncs(result: Result) -> str:
+    """Return what snapd brought against none, and what it cost P, in figures of the runs."""
+    none, run = result.none, result.snapshot
+    more = run.reused_tokens - none.reused_tokens
+    said = f"snapshot reuses {_millions(abs(more))} tokens {'more' if more >= 0 else 'less'} than none: "
+    said += f"syncs bring {_millions(run.reused_from_sync_tokens)}"
+    costs = []
+    if run.kv_pool_tokens < none.kv_pool_tokens:
+        taken = none.kv_pool_tokens - run.kv_pool_tokens
+        costs.append(f"the buffer takes {_millions(taken)} of P's {_millions(none.kv_pool_tokens)} slots")
+    evicted = run.evicted_tokens - none.evicted_tokens
+    if evicted > 0:
+        costs.append(f"P evicts {_millions(evicted)} tokens more to make room")
+    return f"{said}{', but ' if more < 0 else '; '}{' and '.join(costs)}." if costs else f"{said}."
+
+
+def _by_policy(run: RunResult, size_bytes: int) -> str:
+    """Return whether the policy had anything to decide."""
+    evicted = run.reasons.get(Reason.EVICTED, 0)
+    if evicted:
+        return f"The policy evicted {evicted:,} snapshots from the buffer."
+    peak = f"{format_bytes(run.buffer_peak_bytes)} of {format_bytes(size_bytes)}"
+    return f"Nothing was evicted from the buffer (at most {peak} in use): any policy gives this run."
+
+
+def _by_size(result: SweepResult) -> str:
+    """Return which sizes differ, and in what they cannot."""
+    groups: list[list[SweepPoint]] = []
+    for point in result.points:
+        if groups and _told(groups[-1][0]) == _told(point):
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    same = [
+        f"{format_bytes(group[0].buffer_bytes)} to {format_bytes(group[-1].buffer_bytes)}"
+        for group in groups
+        if len(group) > 1
+    ]
+    said = ""
+    if len(result.points) > 1:
+        said = f"These sizes give the same: {', '.join(same)}." if same else "Each size gives another result."
+    peak_bytes = max(point.snapshot.buffer_peak_bytes for point in result.points)
+    if peak_bytes < result.points[0].buffer_bytes:
+        said += f" At most {format_bytes(peak_bytes)} of the buffer are in use"
+        pools = {point.snapshot.kv_pool_tokens for point in result.points}
+        said += ": what differs is P's pool, which it is taken from." if len(pools) > 1 else "."
+    return said.strip()
+
+
+def _told(point: SweepPoint) -> tuple[int, ...]:
+    run = point.snapshot
+    return run.attempts, run.ok, run.fitting, run.reused_tokens, run.reused_from_sync_tokens
 
 
 def _rows(runs: list[RunResult]) -> list[tuple[str, list[str]]]:
@@ -149,6 +205,8 @@ def show_sweep(console: Console, result: SweepResult) -> None:
         f"without any sync {_millions(result.none.reused_tokens)} tokens are reused, with direct writes "
         f"{_millions(result.direct.reused_tokens)} (ok rate {result.direct.ok_rate:.1%})",
     )
+    if said := _by_size(result):
+        _say(console, said)
 
 
 def require_matplotlib() -> None:

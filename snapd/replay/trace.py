@@ -1,4 +1,4 @@
-"""Request traces: one JSON object a line.
+"""Request traces: one JSON object a line, in UTF-8 with or without a byte order mark.
 
 A line holds ``timestamp`` (ms from the start), ``input_length`` and ``output_length`` (tokens), and
 ``hash_ids``, one for each block of 512 input tokens; equal ids mean equal prefixes. A line may also name its
@@ -19,6 +19,7 @@ BLOCK_TOKENS: Final = 512
 TRACE_BYTES_MAX: Final = 1 << 30
 TOKENS_MAX: Final = 1 << 24
 _SHOWN_BAD_LINES: Final = 5
+_BOM: Final = b"\xef\xbb\xbf"
 STDIN: Final = "-"
 
 
@@ -106,7 +107,7 @@ def _read(path: str) -> bytes:
             raise TraceError(f"trace {path} cannot be read: {error.strerror}") from None
     if len(raw) > TRACE_BYTES_MAX:
         raise TraceError(f"trace {path} has more than {TRACE_BYTES_MAX} bytes: take a part of it")
-    return raw
+    return raw.removeprefix(_BOM)
 
 
 def parse_line(line: bytes) -> Request:
@@ -119,6 +120,8 @@ def parse_line(line: bytes) -> Request:
         request = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(str(error)) from None
+    except RecursionError:
+        raise TraceError("its lists or objects lie too deep in each other") from None
     if request.hash_ids is None:
         if request.session_id is None:
             raise TraceError(

@@ -129,6 +129,7 @@ def log_of(drive: Driver, epoch: str = "e1", *, is_stopped: bool = True, **start
     if is_stopped:
         drive.close()
     end = [stopped(drive)] if is_stopped else []
+    start = {"quarantine_ms": drive.settings.quarantine_ms} | start
     return Log(started(len(drive.ranks), **start), *drive.records, *end, epoch=epoch)
 
 

@@ -1,23 +1,32 @@
 """The command: what it prints, and how it ends."""
 
+import bz2
+import contextlib
+import gzip
 import io
 import json
+import lzma
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
 from forensics_logs import TS, Writer, loaded, write_old
 
+from snapd.cli import forensics as forensics_module
 from snapd.cli.forensics import parse_when
 from snapd.cli.main import run
 from snapd.forensics import loading
 from snapd.forensics import tables as tables_module
 
 LOG = "d-to-p-sync.jsonl"
+MAIN = "from snapd.cli.main import main; main()"
 
 
 @pytest.fixture
@@ -225,6 +234,12 @@ def test_a_proof_of_an_older_log_is_status_2(tmp_path: Path, capsys: pytest.Capt
         (["{log}", "--compare", "x", "--html", "y"], "leave --session and --compare out"),
         (["{log}.gone"], "No such file"),
         (["{dir}/empty"], "holds no log"),
+        (["{log}", "--html", "-"], "--html -: standard output has the report"),
+        (["{log}", "--png", "-"], "--png -: standard output has the report"),
+        (["{log}", "--png", "{dir}/x.svg"], "x.svg: pictures are PNG"),
+        (["{log}", "--html", "{dir}/gone/x.html"], "snapd: {dir}/gone/x.html: No such file or directory\n"),
+        (["{log}", "--html", "/dev/full"], "snapd: /dev/full: No space left on device\n"),
+        (["{log}", "--png", "{dir}/gone/x.png"], "snapd: {dir}/gone/x.png: No such file or directory\n"),
         ([], "LOG..."),
     ],
 )
@@ -233,11 +248,109 @@ def test_wrong_usage_and_missing_logs_end_with_status_2(
 ) -> None:
     """One line on stderr, nothing on stdout, and no traceback."""
     (small_log.parent / "empty").mkdir()
-    filled = [text.format(log=small_log, dir=small_log.parent) for text in arguments]
-    assert run(["forensics", *filled]) == 2
+    filled = [text.format(log=small_log, dir=small_log.parent) for text in [*arguments, message]]
+    assert run(["forensics", *filled[:-1]]) == 2
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert filled[-1] in captured.err
     assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert sorted(path.name for path in small_log.parent.iterdir()) == [LOG, "empty"]
+
+
+def test_pictures_go_into_a_directory_with_a_dot_if_it_is_there(small_log: Path, tmp_path: Path) -> None:
+    (tmp_path / "plots.d").mkdir()
+    assert run(["forensics", str(small_log), "--png", str(tmp_path / "plots.d")]) == 0
+    assert len(list((tmp_path / "plots.d").glob("*.png"))) == 4
+
+
+@pytest.mark.parametrize("option", ["--html", "--png"])
+def test_a_log_is_never_written_over(
+    small_log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """By whatever name the page or the picture is asked for, and however the log is read."""
+    before = small_log.read_bytes()
+    alias, picture = small_log.parent / "x.png", small_log.parent / "y.png"
+    alias.symlink_to(small_log)
+    picture.hardlink_to(small_log)
+    targets = [alias, picture] if option == "--png" else [alias, picture, small_log]
+    for logs in ([small_log], [small_log.parent], ["-"]):
+        for target in targets:
+            with small_log.open() as file:
+                monkeypatch.setattr(sys, "stdin", file)
+                assert run(["forensics", *map(str, logs), "--prove", option, str(target)]) == 2
+            assert f"{option} {target}: that is the log itself" in capsys.readouterr().err
+    assert small_log.read_bytes() == before
+    assert alias.is_symlink()
+    assert picture.samefile(small_log)
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (bz2.compress, "Try: bzip2 -dc {log} | snapd forensics -"),
+        (lzma.compress, "Try: xz -dc {log} | snapd forensics -"),
+        (lambda text: text.decode().encode("utf-16"), "Try: iconv -f UTF-16 -t UTF-8 {log} | snapd"),
+        (lambda text: gzip.compress(text)[:14], "{log}: the gzip file is damaged or cut short"),
+        (lambda _: b"no log\nat all\n", "no line of 2 can be read, so this is no log"),
+    ],
+)
+def test_a_log_of_which_nothing_can_be_read_is_status_2(
+    small_log: Path, capsys: pytest.CaptureFixture[str], pack: Callable[[bytes], bytes], message: str
+) -> None:
+    """Nothing was found out, and that is not success; nor has an empty log anything wrong with it."""
+    text = small_log.read_bytes()
+    small_log.write_bytes(pack(text))
+    assert run(["forensics", str(small_log)]) == 2
+    captured = capsys.readouterr()
+    assert message.format(log=small_log) in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    good, empty = small_log.parent / "good", small_log.parent / "empty"
+    good.write_bytes(text)
+    empty.write_bytes(b"")
+    assert run(["forensics", str(good), "--compare", str(small_log)]) == 2
+    assert run(["forensics", str(good), str(small_log)]) == 0
+    assert run(["forensics", str(empty)]) == 0
+
+
+def test_a_full_disk_behind_standard_output_is_status_2(small_log: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", MAIN, "forensics", str(small_log)],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "snapd: No space left on device\n")
+
+
+def test_a_long_name_does_not_widen_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is cut in its middle, after what could steer a terminal was made longer; --json has all of it."""
+    session = "a" + "\x1b" * 5_000 + "z"
+    lines = [
+        {"ok": False, "reason": "r" * 5_000, "session": session, "peer": "d" * 5_000, "duration_ms": 1},
+        {"ok": True, "session": "s" * 60},
+    ]
+    path = write_old(tmp_path / "log", lines)
+    text = output_of(capsys, path)
+    assert max(map(len, text.splitlines())) < 300 + len(str(path))
+    assert re.search(r"^  a(\\x1b)+\S+z +1 ", text, re.MULTILINE)
+    assert f"\n  {'s' * 60} " in text
+    assert json_of(capsys, path)["slowest"][0]["session_id"] == session
+    assert max(map(len, output_of(capsys, path, "--compare", path).splitlines())) < 300
+
+
+def test_a_package_that_does_not_load_is_not_called_none(
+    small_log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tables_module.importlib.import_module
+
+    def broken(name: str) -> object:
+        if name == "duckdb":
+            raise ImportError("libstdc++.so.6: version not found")
+        return real(name)
+
+    monkeypatch.setattr(tables_module.importlib, "import_module", broken)
+    assert run(["forensics", str(small_log)]) == 2
+    said = capsys.readouterr().err
+    assert "libstdc++.so.6: version not found" in said
+    assert "None" not in said
 
 
 def test_a_missing_package_is_status_2(
@@ -262,21 +375,95 @@ def test_standard_input_is_a_log(
     assert json_of(capsys, "-")["attempts"] == 4
 
 
-def test_sigterm_leaves_no_file_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["connection", "directory"])
+def test_a_signal_while_the_database_is_deleted_leaves_no_directory(
+    small_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setattr(tables_module.tempfile, "tempdir", str(directory))
+    real = tables_module.shutil.rmtree
+    came: list[str] = []
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        if not came:
+            came.append(what)
+            raise SystemExit(143)
+        real(*arguments, **options)
+
+    with pytest.raises(SystemExit), loaded(small_log) as (tables, _):
+        assert list(directory.iterdir())
+        if what == "connection":
+            monkeypatch.setattr(tables, "connection", SimpleNamespace(close=interrupted))
+        else:
+            monkeypatch.setattr(tables_module.shutil, "rmtree", interrupted)
+    assert came == [what]
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_file_behind(tmp_path: Path, number: signal.Signals) -> None:
     """While standard input is copied, there is a copy of it."""
-    code = "from snapd.cli.main import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "forensics", "-"], stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)}
+        [sys.executable, "-c", MAIN, "forensics", "-"], stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)}
     )
     try:
         while not list(tmp_path.iterdir()):
             assert process.poll() is None
-        process.terminate()
-        assert process.wait(30) == 143
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
     finally:
         process.kill()
         process.communicate()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("made_of_it", [RuntimeError("Query interrupted"), None])
+def test_a_signal_inside_the_database_ends_the_command_all_the_same(
+    made_of_it: Exception | None,
+) -> None:
+    """The database makes another exception of it; one in a destructor would be lost."""
+
+    def interrupted() -> None:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        # One more has no effect: what is being cleaned up is cleaned up.
+        signal.raise_signal(signal.SIGTERM)
+        if made_of_it is not None:
+            raise made_of_it
+
+    before = [signal.getsignal(number) for number in forensics_module._ENDING_SIGNALS]
+    with pytest.raises(SystemExit) as ended, forensics_module._cleaning_up():
+        interrupted()
+    assert ended.value.code == 143
+    assert [signal.getsignal(number) for number in forensics_module._ENDING_SIGNALS] == before
+    with pytest.raises(RuntimeError, match="a bug"), forensics_module._cleaning_up():
+        raise RuntimeError("a bug")
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As under nohup."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with forensics_module._cleaning_up():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def test_a_signal_while_the_database_is_opened_leaves_no_directory(
+    small_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise SystemExit(143)
+
+    empty = tmp_path / "tmp"
+    empty.mkdir()
+    monkeypatch.setattr(tables_module.tempfile, "tempdir", str(empty))
+    monkeypatch.setattr("duckdb.connect", interrupted)
+    with pytest.raises(SystemExit):
+        run(["forensics", str(small_log)])
+    assert not list(empty.iterdir())
 
 
 def test_what_is_wrong_with_the_input_is_said_first(
@@ -311,7 +498,7 @@ def test_a_bounded_number_of_unreadable_lines_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b"garbage\n" * (loading.UNREADABLE_KEPT_MAX + 500))
+    path.write_bytes(b"garbage\n" * (loading.UNREADABLE_KEPT_MAX + 500) + b'{"ok":true}\n')
     reading = json_of(capsys, path)["reading"]
     assert reading["unreadable"] == loading.UNREADABLE_KEPT_MAX + 500
     assert len(reading["unreadable_lines"]) == 20

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from forensics_logs import Writer, report_of, write_old
 
+from snapd.cli.forensicstext import show_comparison
 from snapd.forensics.compare import CHANCE_MAX, chance_of, compare
 from snapd.forensics.report import Report
 
@@ -55,6 +56,30 @@ def test_an_empty_log_gives_no_verdict(tmp_path: Path) -> None:
     assert compare(full, empty).verdict == compare(empty, full).verdict == "unknown"
     assert "the other log has no attempts" in compare(full, empty).text
     assert "this log has no attempts" in compare(empty, full).text
+    assert [reason.is_by_chance for reason in compare(full, empty).reasons] == [None]
+
+
+def test_nothing_is_called_chance_without_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, empty = old_report(tmp_path / "a", ok=3), old_report(tmp_path / "b")
+    show_comparison(compare(full, empty), "here", "there")
+    assert "as chance makes" not in capsys.readouterr().out
+    few = old_report(tmp_path / "c", ok=2, evicted=1)
+    show_comparison(compare(full, few), "here", "there")
+    assert capsys.readouterr().out.count("as chance makes") == 2
+
+
+def test_payload_is_compared_only_where_a_log_says_bytes(tmp_path: Path) -> None:
+    """An older log without sizes has no payload of 0; one of snapd may have."""
+    writer = Writer()
+    writer.start()
+    writer.life(1, "evicted")
+    path = tmp_path / "log"
+    path.write_bytes(writer.text())
+    comparison = compare(old_report(tmp_path / "a", ok=3), report_of(path))
+    figure = next(figure for figure in comparison.figures if figure.name == "payload GB that P has")
+    assert (figure.value, figure.other_value) == (None, 0.0)
 
 
 def test_equal_logs_are_the_same(tmp_path: Path) -> None:

@@ -5,11 +5,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from forensics_logs import Writer, compact, loaded
 
 from snapd.cli.forensicstext import show_comparison, show_report, show_story
+from snapd.cli.main import run
+from snapd.eventlog import TornLine, decode_line
 from snapd.forensics.compare import compare
+from snapd.forensics.decoding import KINDS, bad_column
+from snapd.forensics.loading import are_all
 from snapd.forensics.report import build_report
 from snapd.forensics.story import steps, summarize
 
@@ -66,6 +71,43 @@ def test_no_value_of_any_field_breaks_anything(
     shown = capsys.readouterr().out
     assert "\x00" not in shown
     assert "\x1b[2J" not in shown
+
+
+@pytest.mark.parametrize("depth", [900, 1_000, 3_000])
+def test_no_depth_of_brackets_breaks_anything(tmp_path: Path, depth: int) -> None:
+    """Wherever they stand: in a field that is not known, in one that is, or in an older line."""
+    deep = b"[" * depth + b"]" * depth
+    writer = a_writer()
+    lines = list(writer.lines)
+    lines[0] = lines[0].replace(b'"alignment_bytes":', b'"later":' + deep + b',"alignment_bytes":')
+    lines[2] = lines[2].replace(b'"extents":', b'"extents":' + deep + b',"later":')
+    lines[4] = lines[4][:-1] + b',"later":' + deep + b"}"
+    lines += [
+        b'{"ok":false,"session":"old","x":' + deep + b"}",
+        b'{"ok":false,"session":"old","reason":' + deep + b"}",
+        b'{"ok":false,"x":NaN,"reason":' + deep + b"}",
+    ]
+    path = tmp_path / "log"
+    path.write_bytes(b"\n".join(lines))
+    assert look_at_everything(path) >= 4
+    assert run(["forensics", str(path), "--prove"]) == 1
+
+
+def test_a_column_that_is_nested_too_deep_is_bad() -> None:
+    """How deep is too deep depends on who asks, so each one is asked."""
+    kind = KINDS[b"daemon.started"]
+    value = kind.decode(a_writer().lines[0])
+    assert bad_column(kind, value) == ""
+    arena = bytes(value.arenas)[1:-1]
+    value.arenas = msgspec.Raw(b"[" + arena[:-1] + b',"later":' + b"[" * 3_000 + b"]" * 3_000 + b"}]")
+    assert "recursion" in bad_column(kind, value)
+    assert not are_all(kind.checks["arenas"], [value.arenas])
+
+
+def test_a_deep_line_is_torn_for_every_reader() -> None:
+    line = decode_line(a_writer().lines[0][:-1] + b',"x":' + b"[" * 3_000 + b"}")
+    assert isinstance(line, TornLine)
+    assert "recursion" in line.why
 
 
 def test_sums_that_no_column_holds_are_cut(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,32 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path: Path) -> None:
     assert [number for number, _ in read] == [1, 2, 3]
     assert LINE_BYTES_MAX <= read[1][1] <= 2 * LINE_BYTES_MAX
     assert read[2] == (3, 1)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(
+    tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands at a file's beginning only: elsewhere such bytes are somebody's text."""
+    mark = b"\xef\xbb\xbf"
+    writer = Writer()
+    writer.start()
+    # The second one begins a piece, too.
+    monkeypatch.setattr(lines_module, "_CHUNK_BYTES", len(mark + writer.text()))
+    path = tmp_path / "log"
+    path.write_bytes(pack(mark + writer.text() + mark + b"x\n"))
+    with LogInput([str(path)]) as log:
+        assert all_lines(log) == [*writer.lines, mark + b"x"]
+        assert log.sources[0].first is not None
+
+
+def test_a_line_that_is_nested_too_deep_does_not_hide_the_header_of_the_next(tmp_path: Path) -> None:
+    writer = Writer()
+    writer.start()
+    path = tmp_path / "log"
+    path.write_bytes(b'{"x":' + b"[" * 3_000 + b"\n" + writer.text() + b'{"x":' + b"[" * 3_000 + b"\n")
+    with LogInput([str(path)]) as log:
+        assert log.sources[0].first == log.sources[0].last is not None
 
 
 def test_progress_ends_at_the_size_of_all_files(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from proof_cases import (
     FILE,
     GOOD,
+    NS_PER_MS,
     UNITS,
     Driver,
     Log,
@@ -24,6 +25,7 @@ from proof_cases import (
     one_rank_aborted,
     pages,
     prove,
+    prove_lines,
     refused,
     started,
     two_lives,
@@ -32,7 +34,7 @@ from proof_cases import (
 from snapd.core import records as r
 from snapd.core.events import State
 from snapd.errors import Reason
-from snapd.eventlog import Line, decode_line
+from snapd.eventlog import Line, TornLine, decode_line
 from snapd.forensics import memory
 from snapd.forensics import proof as proof_module
 from snapd.forensics.epochproof import EpochProof
@@ -299,6 +301,41 @@ def test_epoch_that_was_not_stopped_and_is_not_named_is_a_fault() -> None:
     first.delete(len(first))
     log = first + Log(*(entry.record for entry in second.entries), epoch="e2")
     assert [named(one) for one in log.prove().violations] == [(K.EPOCH_ORDER, (len(first), len(first) + 1))]
+
+
+def test_epoch_that_goes_on_after_the_next_is_one_fault_however_many_lines_it_has_left() -> None:
+    """One line with another epoch, and the rest of the log belongs to one that was over."""
+    log = two_lives()
+    log.entries[5].epoch, log.entries[5].skipped, log.entries[6].skipped = "e9", 5, 1
+    report = log.prove()
+    assert [(named(one), one.epoch) for one in report.violations] == [
+        ((K.SEQUENCE_GAP, (5, 6)), "e9"), ((K.EPOCH_ORDER, (7,)), "e1"),
+    ]  # fmt: skip
+    assert report.counts == {K.SEQUENCE_GAP: 1, K.EPOCH_ORDER: 1}
+    # The lines after it, and the changed one.
+    assert report.unproved_lines == len(log) - 6 + 1 and not report.is_whole
+
+
+def test_epochs_that_go_on_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof_module, "EPOCHS_REMEMBERED_MAX", 3)
+    proof = Proof()
+    before: list[bytes] = []
+    for number in range(12):
+        raw = Log(*(entry.record for entry in one_life().entries), epoch=f"e{number}").raw()
+        for line in [*raw, *before]:
+            proof.feed(decode_line(line), Where(FILE, 1))
+        before = raw[3:5]
+    assert proof.finish().counts == {K.EPOCH_ORDER: 11}
+    assert len(proof._gone_on) <= 3
+
+
+def test_each_epoch_that_goes_on_after_the_next_is_told() -> None:
+    log = two_lives() + Log(*(entry.record for entry in one_life().entries), epoch="e2")
+    third = Log(*(entry.record for entry in one_life().entries), epoch="e3")
+    late = [decode_line(raw) for raw in [*log.raw()[3:5], *log.raw()[-5:-2]]]
+    report = prove_lines([*map(decode_line, [*log.raw(), *third.raw()]), *late])
+    assert report.counts == {K.EPOCH_ORDER: 2}
+    assert [one.epoch for one in report.violations] == ["e1", "e2"]
 
 
 def test_arenas_of_a_new_epoch_are_empty_whatever_the_dead_one_held() -> None:
@@ -613,12 +650,134 @@ def test_what_is_overdue_is_told_once_its_grace_is_over_and_not_before() -> None
         shard.until_ns, shard.use = until_ns, "quarantined"
         overdue.add(shard)
     assert overdue.next_ns == 100
-    assert overdue.pass_to(105) == [] and overdue.next_ns == 116
+    assert overdue.pass_to(105) == [] and overdue.next_ns == 105
     assert overdue.pass_to(115) == []
     assert overdue.pass_to(116) == [late] and overdue.next_ns == 200
     assert overdue.pass_to(201) == []
     over.use = "free"
     assert overdue.pass_to(300) == [] and overdue.next_ns > 1 << 62
+
+
+def test_running_daemon_has_a_tenth_of_the_grace_and_pauses_count_for_half_of_that() -> None:
+    def told_at(*times: int) -> list[int]:
+        overdue = Overdue(1_000)
+        shard = Shard(1, 0, 1, ())
+        shard.until_ns, shard.use = 100, "quarantined"
+        overdue.add(shard)
+        return [at_ns for at_ns in times if overdue.pass_to(at_ns)]
+
+    # Time before the first line at or after the deadline does not count.
+    assert told_at(90, 150, 200, 250, 251, 300) == [251]
+    assert told_at(150, 600, 649, 650, 651, 652) == [651]
+    assert told_at(150, 200, 900, 901) == [901]
+    assert told_at(150, 1_150) == []
+
+
+def test_running_time_of_an_earlier_deadline_does_not_count_for_a_later_one() -> None:
+    overdue = Overdue(1_000)
+    first, second = (Shard(handle, 0, 1, ()) for handle in (1, 2))
+    for shard, until_ns in ((first, 100), (second, 180)):
+        shard.until_ns, shard.use = until_ns, "quarantined"
+        overdue.add(shard)
+    found = [(at_ns, late) for at_ns in range(100, 400, 20) if (late := overdue.pass_to(at_ns))]
+    assert found == [(220, [first]), (300, [second])]
+
+
+def test_what_is_over_in_time_does_not_wait_for_its_grace() -> None:
+    """Once it has ended, not every line is looked at for it."""
+    overdue = Overdue(1_000)
+    shard = Shard(1, 0, 1, ())
+    shard.until_ns, shard.use = 100, "quarantined"
+    overdue.add(shard)
+    assert overdue.pass_to(100) == [] and overdue.next_ns == 100
+    shard.use = "free"
+    assert overdue.pass_to(101) == [] and overdue.next_ns > 1 << 62
+
+
+def late(*pauses_ms: int) -> Log:
+    """A lease whose timer fires after these pauses; before each of them something else is done."""
+    drive = Driver(1, units=UNITS)
+    drive.lease(drive.ready())
+    drive.jump(10_000)
+    for pause_ms in pauses_ms:
+        drive.prepare("big", 10_000)
+        drive.jump(pause_ms)
+    drive.advance(0)
+    return log_of(drive)
+
+
+def test_lease_that_a_running_daemon_ends_more_than_a_second_late_is_told() -> None:
+    assert late(*[100] * 9).prove().is_good
+    log = late(*[100] * 9, 150)
+    found = [named(one) for one in log.prove().violations]
+    assert found == [(K.LEASE_PAST_END, (log.find(r.LeaseGranted), log.find(r.LeaseEnded)))]
+
+
+def test_lease_that_ends_late_because_the_daemon_stood_still_is_no_fault() -> None:
+    assert late(9_000).prove().is_good and late(100, 9_000, 100).prove().is_good
+    assert late(5_000, 5_001).prove().counts == {K.LEASE_PAST_END: 1}
+
+
+def long_read(quarantine_ms: int = 1_000) -> Log:
+    """Bytes without drain proof, of which a reader may read for longer than the quarantine."""
+    drive = Driver(1, units=UNITS, quarantine_ms=quarantine_ms)
+    handle = drive.transferring()
+    drive.commit(handle, 0, drained=False)
+    drive.lease(handle)
+    return log_of(drive)
+
+
+def test_quarantine_lasts_for_as_long_as_its_reader_may_read_and_no_other_longer_time() -> None:
+    log = long_read()
+    line = log.find(r.SlabQuarantined)
+    assert log[line].why == "undrained" and log[line].until_ns > log[line].at_ns + 1_000 * NS_PER_MS
+    assert log.prove().is_good
+    log.change(line, until_ns=log[line].until_ns - 1)
+    assert [named(one) for one in log.prove().violations] == [(K.WRONG_QUARANTINE, (1, line))]
+
+
+def test_corrupt_bytes_rest_for_the_time_of_the_settings_whoever_reads() -> None:
+    drive = Driver(2, units=UNITS, quarantine_ms=1_000)
+    handle = drive.ready()
+    lease_ids = [drive.lease(handle, rank).lease_id for rank in drive.ranks]
+    drive.vote_no(handle, 0, lease_ids[0], Reason.CHECKSUM_MISMATCH)
+    log = log_of(drive)
+    assert log.prove().is_good
+    line = log.find(r.SlabQuarantined, why="corrupt")
+    log.change(line, until_ns=log[log.find(r.LeaseGranted, rank=0)].until_ns)
+    assert K.WRONG_QUARANTINE in log.prove().counts
+
+
+def test_lease_that_had_ended_before_does_not_make_a_quarantine_longer() -> None:
+    drive = Driver(1, units=UNITS, quarantine_ms=1_000)
+    handle = drive.transferring()
+    drive.commit(handle, 0, drained=False)
+    drive.vote_no(handle, 0, drive.lease(handle).lease_id, Reason.PREFIX_NOT_RESIDENT, keep=True)
+    drive.abort(handle)
+    log = log_of(drive)
+    assert log.prove().is_good
+    line = log.find(r.SlabQuarantined, why="undrained")
+    log.change(line, until_ns=log[log.find(r.LeaseGranted)].until_ns)
+    assert K.WRONG_QUARANTINE in log.prove().counts
+
+
+def test_time_of_a_quarantine_is_not_known_in_a_log_that_does_not_say_it() -> None:
+    log = long_read(60_000)
+    line = log.find(r.SlabQuarantined)
+    log.change(line, until_ns=log[line].at_ns + 1)
+    assert log.prove().counts == {K.WRONG_QUARANTINE: 1}
+    log.change(1, quarantine_ms=0)
+    assert log.prove().is_good
+
+
+def test_quarantine_of_an_attempt_whose_lease_is_not_known_is_not_too_long_but_may_be_too_short() -> None:
+    log = long_read()
+    line, ended = log.find(r.SlabQuarantined), log.find(r.SessionTransition, -1)
+    dropped = r.EventsDropped(at_ns=log[ended].at_ns, count=1, why="queue-full")
+    log.entries[ended - 2].record = dropped
+    assert log.prove().is_good
+    log.change(line, until_ns=log[line].at_ns + 1)
+    assert log.prove().counts == {K.WRONG_QUARANTINE: 1}
 
 
 def test_deadlines_of_what_is_not_known_any_more_are_forgotten() -> None:
@@ -706,6 +865,8 @@ def test_slab_that_is_missing_is_seen_also_if_the_attempt_ends_at_once() -> None
     begun_ns = log[log.find(Step)].at_ns
     for line in range(2, log.find(r.SyncOutcome) + 1):
         changed = {"at_ns": begun_ns}
+        if isinstance(log[line], r.SlabQuarantined):
+            changed["until_ns"] = begun_ns + log[1].quarantine_ms * NS_PER_MS
         if isinstance(log[line], Step | r.SyncOutcome):
             changed |= {"bytes": 1024, "duration_ms": 0.0}
         log.change(line, **changed)
@@ -713,6 +874,42 @@ def test_slab_that_is_missing_is_seen_also_if_the_attempt_ends_at_once() -> None
     released = log.find(r.SlabReleased)
     log.change(released, duration_ms=(log[released].at_ns - begun_ns) / 1e6)
     assert [named(one) for one in log.prove().violations] == [(K.RANKS_DIFFER, (2, outcome))]
+
+
+# --- what cannot be read ------------------------------------------------------------------------
+
+
+GARBAGE = b"\x00 no line"
+
+
+def test_more_torn_lines_than_one_at_the_end_are_not_read_and_the_first_ones_are_named() -> None:
+    raw = one_life().raw()[:-2]
+    one, many = prove([*raw, GARBAGE]), prove([*raw, *[GARBAGE] * 500])
+    assert one.is_good and one.is_whole and one.is_read and one.torn_lines == 1
+    assert many.is_good and not many.is_whole and not many.is_read
+    assert (many.torn_lines, many.unread_lines) == (500, 500)
+    first = len(raw) + 1
+    assert [line.where.line_no for line in many.unreadable] == list(range(first, first + 5))
+    assert "malformed" in many.unreadable[0].why
+    assert one.unread_lines == 0 and len(one.unreadable) == 1
+
+
+def test_what_is_said_of_a_torn_line_is_short() -> None:
+    proof = Proof()
+    proof.feed(TornLine(b"", "x" * 10_000), Where(FILE, 1))
+    assert len(proof.finish().unreadable[0].why) == 200
+
+
+def test_torn_lines_where_an_epoch_ends_are_not_read_and_elsewhere_the_numbers_say_if_any_is_lost() -> None:
+    log = restarted(crashed())
+    start = log.find(r.DaemonStarted, 1)
+    raw = log.raw()
+    between = prove([*raw[: start - 1], GARBAGE, GARBAGE, *raw[start - 1 :]])
+    assert between.is_good and not between.is_whole and between.unread_lines == 2
+    inside = prove([*raw[:start], GARBAGE, GARBAGE, *raw[start:]])
+    assert inside.is_good and inside.is_whole and (inside.torn_lines, inside.unread_lines) == (2, 0)
+    apart = prove([*raw[: start - 1], GARBAGE, *raw[start - 1 :], GARBAGE])
+    assert apart.is_good and apart.is_whole and (apart.torn_lines, apart.unread_lines) == (2, 0)
 
 
 # --- the report --------------------------------------------------------------------------------

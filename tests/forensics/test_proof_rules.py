@@ -148,7 +148,7 @@ def test_live_bytes_are_freed_by_the_proof_that_the_end_brings(reason: str, why:
     freed = log.delete(other).record
     log.insert(other, r.SlabQuarantined(
         at_ns=freed.at_ns, session_id="s", slab_handle=freed.slab_handle, rank=1, bytes=freed.bytes,
-        extents=freed.extents, until_ns=freed.at_ns + 1, why="undrained",
+        extents=freed.extents, until_ns=freed.at_ns + log[1].quarantine_ms * NS_PER_MS, why="undrained",
     ))  # fmt: skip
     log.change(log.find(r.SlabReleased), why=why)
     proofs = {"client-abort": "drained", "transfer-failed": "drained", "session-not-resident": "drained"}

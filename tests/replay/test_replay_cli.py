@@ -1,6 +1,7 @@
 """``snapd replay`` from the command line."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,19 @@ SETTINGS = [
     if getattr(SMALL, name) != getattr(Model(), name)
     for word in ("--set", f"{name}={getattr(SMALL, name)}")
 ]
+
+
+def settings_without(left_out: str) -> list[str]:
+    return [
+        word
+        for pair in zip(SETTINGS[::2], SETTINGS[1::2], strict=True)
+        if not pair[1].startswith(left_out)
+        for word in pair
+    ]
+
+
+def shown(tokens: int) -> str:
+    return f"{tokens / 1e6:.3f} M" if tokens >= 100_000 else f"{tokens:,}"
 
 
 @pytest.fixture
@@ -86,6 +100,65 @@ def test_the_text_says_what_is_held_against_what(trace, capsys):
         assert words in out
 
 
+def test_the_text_says_why_snapshot_reuses_more_or_less_than_none(trace, capsys):
+    for words, said in (
+        ((), "tokens less than none: syncs bring"),
+        (("--buffer", "36MiB"), "tokens less than none: syncs bring"),
+        (("--buffer-in", "host"), "tokens more than none: syncs bring"),
+    ):
+        settings = settings_without("buffer_bytes") if words and words[0] == "--buffer" else SETTINGS
+        found = replay_json(capsys, trace, *settings, *words)
+        none, run_ = found["none"], found["snapshot"]
+        more = run_["reused_tokens"] - none["reused_tokens"]
+        assert run(["replay", trace, *settings, *words]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"snapshot reuses {shown(abs(more))} {said} {shown(run_['reused_from_sync_tokens'])}" in out
+        taken = none["kv_pool_tokens"] - run_["kv_pool_tokens"]
+        assert (f"the buffer takes {shown(taken)} of P's 40,000 slots" in out) is (taken > 0)
+        evicted = run_["evicted_tokens"] - none["evicted_tokens"]
+        assert (f"P evicts {shown(evicted)} tokens more" in out) is (evicted > 0)
+        assert ("less than none" in out) is (more < 0)
+
+
+def test_the_text_says_whether_a_policy_decided_anything(trace, capsys):
+    assert run(["replay", trace, *SETTINGS]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Nothing was evicted from the buffer (at most" in out and "any policy gives this run" in out
+    found = replay_json(capsys, trace, *SETTINGS, "--ingest", "on-demand", "--send", "session")
+    evicted = found["snapshot"]["reasons"]["evicted"]
+    assert run(["replay", trace, *SETTINGS, "--ingest", "on-demand", "--send", "session"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"The policy evicted {evicted} snapshots" in out and "any policy" not in out
+
+
+def test_a_sweep_says_which_sizes_give_the_same(trace, capsys):
+    def said(*words: str) -> str:
+        assert run(["replay", trace, *SETTINGS, *words, "--processes", "1"]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    host = said("--sweep", "8MiB..16MiB", "--buffer-in", "host")
+    assert "These sizes give the same: 8 MiB to 16 MiB. At most" in host
+    assert host.endswith("of the buffer are in use.")
+    device = said("--sweep", "16MiB,24MiB")
+    assert "Each size gives another result. At most" in device
+    assert device.endswith("what differs is P's pool, which it is taken from.")
+    assert "These sizes" not in said("--sweep", "8MiB") and "Each size" not in said("--sweep", "8MiB")
+    small = said("--sweep", "256KiB,8MiB", "--buffer-in", "host")
+    assert small.endswith("Each size gives another result.")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--sweep", "1MiB", "--processes", "1"]])
+def test_a_full_disk_behind_stdout_is_status_2_and_a_sentence(trace, more):
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "snapd.cli.main", "replay", trace, *SETTINGS, *more],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2, "snapd: standard output cannot be written: No space left on device\n",
+    )  # fmt: skip
+
+
 def test_limit_and_stdin(trace, capsys, monkeypatch):
     with open(trace, "rb") as file:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": file}))
@@ -150,7 +223,12 @@ def test_a_log_is_written(trace, capsys, tmp_path):
         (["--buffer", "lots"], 2, "--buffer lots"),
         (["--buffer", "1000GiB"], 2, "leaves nothing"),
         (["--sweep", "1GiB,1000GiB"], 2, "leaves nothing"),
-        (["--buffer", "0B"], 2, "buffer_bytes"),
+        (["--buffer", "0B"], 2, "--buffer 0B: a buffer has 256 B to 1 TiB"),
+        (["--buffer", "255B"], 2, "not 255 bytes"),
+        (["--set", "buffer_bytes=255"], 2, "buffer_bytes=255: Expected `int` >= 256"),
+        (["--sweep", "1B..64GiB"], 2, "--sweep 1B..64GiB: a buffer has 256 B to 1 TiB"),
+        (["--sweep", "1GiB..1000TiB"], 2, "a buffer has 256 B to 1 TiB"),
+        (["--kv-pool", str(1 << 50)], 2, "kv_pool_tokens must be at most 1,099,511,627,776"),
         (["--set", "tpot=3"], 2, "did you mean tpot_ms"),
         (["--policy", "fifo"], 2, "fifo"),
         (["--limit", "0"], 2, "limit"),
@@ -184,5 +262,6 @@ def test_sweeps_double_and_end_where_they_are_to():
     assert parse_sweep("2GiB..16GiB") == (2 * GIB, 4 * GIB, 8 * GIB, 16 * GIB)
     assert parse_sweep("2GiB..12GiB") == (2 * GIB, 4 * GIB, 8 * GIB, 12 * GIB)
     assert parse_sweep("8GiB,2GiB,8GiB") == (2 * GIB, 8 * GIB)
+    assert len(parse_sweep("256B..1TiB")) == 33
     with pytest.raises(ConfigError, match="at most"):
-        parse_sweep("1B..99999999999999999999GiB")
+        parse_sweep(",".join(f"{size}KiB" for size in range(1, 67)))

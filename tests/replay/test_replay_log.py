@@ -8,6 +8,7 @@ import pytest
 from replay_cases import generate, small
 
 from snapd.core import records as r
+from snapd.core.session import Settings
 from snapd.demo.logfacts import LogFacts
 from snapd.errors import StartupError
 from snapd.eventlog import Line, decode_line, log_line_schema
@@ -49,6 +50,7 @@ def test_first_and_last_line_are_those_of_a_daemon_that_was_stopped(logged):
     assert isinstance(first, Line) and isinstance(last, Line)
     assert isinstance(first.record, r.DaemonStarted)
     assert first.record.arenas[0].size_bytes == result.model.buffer_bytes
+    assert first.record.quarantine_ms == Settings().quarantine_ms
     assert isinstance(last.record, r.DaemonStopped)
     refused = result.snapshot.reasons.get("too-large", 0) + result.snapshot.reasons.get(
         "snapshot-buf-full", 0

@@ -23,6 +23,14 @@ def test_equal_times_keep_the_order_of_the_file(tmp_path):
     assert [r.output_length for r in read_trace(str(path)).requests] == [7, 3]
 
 
+def test_a_byte_order_mark_at_the_beginning_is_no_part_of_the_first_line(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD)
+    assert len(read_trace(str(path)).requests) == 1
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert len(read_trace("-").requests) == 1
+
+
 def test_unknown_fields_are_ignored(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(GOOD.replace(b"{", b'{"user": "me", '))
@@ -47,6 +55,7 @@ def test_a_generated_trace_survives_the_file(tmp_path):
         (GOOD.replace(b"[0, 1]", b"[0, 1, 2]"), "3 hash_ids"),
         (GOOD.replace(b'"hash_ids": [0, 1]', b'"x": 1'), "neither hash_ids nor session_id"),
         (GOOD.replace(b"600", b"99999999999"), "input_length"),
+        (GOOD.replace(b"{", b'{"x": ' + b"[" * 3_000 + b"]" * 3_000 + b", "), "too deep"),
     ],
 )
 def test_a_wrong_line_is_an_error_that_names_it(tmp_path, line, said):

@@ -14,8 +14,18 @@ def replace_file(path: Path, content: bytes) -> None:
     Anything that is no ordinary file, such as /dev/stdout, is written to instead.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; its ``filename`` is *path*.
     """
+    try:
+        _replace(path, content)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # Not the name of what was to become the file: nobody has asked for that one.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
