@@ -505,7 +505,7 @@ with Client({socket!r}, timeout_s=60) as client:
 
 
 def test_what_a_killed_d_had_launched_lands_in_no_slab_that_is_free_though_a_fork_of_it_lives() -> None:
-    """The fork holds D's descriptors of the device, and with them D's context: it does land, in quarantine."""
+    """The fork holds D's descriptors of the device, and so keeps D's context: it lands, in quarantine."""
     here = Path(__file__).parent
     with (
         running("shm", quarantine_ms=3_600_000) as daemon,
