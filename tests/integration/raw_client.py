@@ -350,8 +350,9 @@ def rss_bytes(pid: int) -> int:
 
 
 def log_events(path: Path) -> list[Line]:
-    """Return every whole line of a log."""
-    lines = [decode_line(raw) for raw in path.read_bytes().splitlines()]
+    """Return every whole line of a log; the daemon may be in the middle of the last one."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    lines = [decode_line(raw) for raw in whole.splitlines()]
     assert all(isinstance(line, Line) for line in lines)
     return lines  # type: ignore[return-value]
 
