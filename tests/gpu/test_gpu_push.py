@@ -545,8 +545,8 @@ def test_what_a_killed_d_had_launched_lands_in_no_slab_that_is_free_though_a_for
             time.sleep(0.01)
         os.kill(fork_pid, 0)  # It lives.
         assert torch.equal(memory, before), "it landed before D was gone: the sleeps were too short"
-        # Three times as long as D's eight sleeps would take, were they to go on.
-        until_s = time.monotonic() + 24 * one_sleep_s
+        # Twice as long as D's eight sleeps would take, were they to go on.
+        until_s = time.monotonic() + 16 * one_sleep_s
         while time.monotonic() < until_s:
             landed = int((memory != before).sum())
             if landed:
