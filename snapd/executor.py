@@ -19,6 +19,10 @@ from snapd.timers import Cancellable, Clock, Timers
 HANDLE_BITS = 53
 # Objects that are made between two looks of the collector at the youngest.
 _YOUNG_OBJECTS: Final = 10_000
+# What was set aside may grow to this many times what a full collection left; counting it takes its time.
+_GROWTH_MAX: Final = 2
+_SPARED_MIN: Final = 200_000
+_LOOKS: Final = 16
 
 
 def spare_the_old() -> None:
@@ -26,19 +30,46 @@ def spare_the_old() -> None:
 
     Attempts and what hangs on them live for minutes, are many, and go by their reference counts: nothing of
     the daemon is part of a cycle for long. A full collection finds nothing there, and the event loop would
-    stand still for it: 60 ms and more with ten thousand attempts.
+    stand still for it: 60 ms and more with ten thousand attempts. Should there be cycles all the same, they
+    do not pile up: when what was set aside has doubled, all of it is looked at once.
     """
     gc.collect()
-    gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
-    if _freeze_survivors not in gc.callbacks:
-        gc.callbacks.append(_freeze_survivors)
+    if _survivors not in gc.callbacks:
+        gc.callbacks.append(_survivors)
+    _survivors.set_aside()
 
 
-def _freeze_survivors(phase: str, info: dict[str, Any]) -> None:
-    """Set aside what a look at the middle generation has left: cycles among it were just freed."""
-    if phase == "stop" and info["generation"]:
+class _Survivors:
+    """Sets aside what a look at the middle generation has left: cycles among it were just freed."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._looks = 0
+        self._is_open = False
+
+    def set_aside(self) -> None:
+        """Set everything aside, after a full collection."""
         gc.freeze()
+        self._left = max(_SPARED_MIN, gc.get_freeze_count())
+        self._looks = 0
+        self._is_open = False
+
+    def __call__(self, phase: str, info: dict[str, Any]) -> None:
+        if phase != "stop" or not info["generation"]:
+            return
+        if info["generation"] > 1:
+            self.set_aside()
+        elif not self._is_open:
+            gc.freeze()
+            self._looks += 1
+            if self._looks % _LOOKS == 0 and gc.get_freeze_count() > _GROWTH_MAX * self._left:
+                # The collector comes to all of it by itself.
+                self._is_open = True
+                gc.unfreeze()
+
+
+_survivors: Final = _Survivors()
 
 
 class RecordSink(Protocol):

@@ -16,7 +16,7 @@ from typing import Final
 
 _UCRED: Final = struct.Struct("3i")
 # Linux 6.5 and newer; Python has no name for it.
-_SO_PEERPIDFD: Final = 77
+SO_PEERPIDFD: Final = 77
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ def open_pidfd(sock: socket.socket, peer: Peer) -> int | None:
     if peer.pid <= 0:
         return None
     try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
             return None  # The peer is gone, and its pid may be another's by now.

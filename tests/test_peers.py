@@ -99,7 +99,7 @@ def test_a_pidfd_of_a_living_peer_becomes_readable_when_it_exits(new_child: Call
 def test_without_so_peerpidfd_the_pid_is_used(
     monkeypatch: pytest.MonkeyPatch, new_child: Callable[[], Child]
 ) -> None:
-    monkeypatch.setattr(peers, "_SO_PEERPIDFD", 9_999)
+    monkeypatch.setattr(peers, "SO_PEERPIDFD", 9_999)
     child = new_child()
     pidfd = open_pidfd(child.sock, child.peer)
     assert pidfd is not None
@@ -109,7 +109,7 @@ def test_without_so_peerpidfd_the_pid_is_used(
 def test_a_process_that_is_gone_has_no_pidfd_by_its_number(
     monkeypatch: pytest.MonkeyPatch, new_child: Callable[[], Child]
 ) -> None:
-    monkeypatch.setattr(peers, "_SO_PEERPIDFD", 9_999)
+    monkeypatch.setattr(peers, "SO_PEERPIDFD", 9_999)
     child = new_child()
     child.end()
     assert open_pidfd(child.sock, child.peer) is None

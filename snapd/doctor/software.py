@@ -11,11 +11,10 @@ from typing import Final
 
 from snapd import __version__
 from snapd.doctor.finding import SHM, Finding
+from snapd.peers import SO_PEERPIDFD
 
 GROUP: Final = "software"
 _LIBRARIES: Final = ("msgspec", "uvloop", "structlog", "click")
-# Linux 6.5 and newer; Python has no name for it.
-_SO_PEERPIDFD: Final = 77
 
 
 def check_software() -> list[Finding]:
@@ -81,7 +80,7 @@ def check_peer_pidfd() -> Finding:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
-            os.close(ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
         except OSError:
             return Finding(
                 group=GROUP,

@@ -73,7 +73,7 @@ def test_a_call_that_the_kernel_refuses_is_a_finding(
 
 
 def test_an_older_kernel_without_peer_pidfd_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_SO_PEERPIDFD", 9_999)
+    monkeypatch.setattr(software, "SO_PEERPIDFD", 9_999)
     assert software.check_peer_pidfd().status == "info"
 
 
