@@ -55,7 +55,7 @@ class HostArena:
         self, rank: int, size_bytes: int, *, hugepages: Hugepages = "auto", prefault: bool = True
     ) -> None:
         self.rank = rank
-        free_bytes, page_bytes = _free_hugepages_bytes()
+        free_bytes, page_bytes = free_hugepages_bytes(_MEMINFO)
         wanted_bytes = align_up(size_bytes, page_bytes) if page_bytes else size_bytes
         self.is_huge = hugepages != "off" and wanted_bytes <= free_bytes
         if hugepages == "on" and not self.is_huge:
@@ -197,13 +197,14 @@ def _cgroup_rooms_bytes(root: Path, group: str, limit_name: str, usage_name: str
     return rooms_bytes
 
 
-def _free_hugepages_bytes() -> tuple[int, int]:
+def free_hugepages_bytes(meminfo: Path) -> tuple[int, int]:
     """Return the bytes in free hugepages that are not reserved, and the size of one; zeros if unknown."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return 0, 0
-    fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    page_bytes = int(fields.get("Hugepagesize", ["0"])[0]) * 1024
-    free = int(fields.get("HugePages_Free", ["0"])[0]) - int(fields.get("HugePages_Rsvd", ["0"])[0])
+    fields: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            with contextlib.suppress(ValueError, IndexError):
+                fields[name] = int(value.split()[0])
+    page_bytes = fields.get("Hugepagesize", 0) * KIB
+    free = fields.get("HugePages_Free", 0) - fields.get("HugePages_Rsvd", 0)
     return max(0, free) * page_bytes, page_bytes

@@ -89,19 +89,25 @@ def _with_hint(error: DaemonUnreachable, path: str) -> DaemonUnreachable:
     return DaemonUnreachable(f"{error}; {hint}")
 
 
+socket_option: Final = click.option(
+    "--socket", "socket_path", metavar="PATH", help="The daemon's socket; else as configured."
+)
+config_option: Final = click.option(
+    "--config",
+    "config_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="TOML file that names the socket.",
+)
+
+
 def daemon_options(
     command: Callable[Concatenate[DaemonChoice, _P], _R],
 ) -> Callable[..., _R]:
     """Give a command the options that choose the daemon; its first argument is the choice."""
 
-    @click.option("--socket", metavar="PATH", help="The daemon's socket; else as configured.")
-    @click.option(
-        "--config",
-        "config_path",
-        metavar="FILE",
-        type=click.Path(path_type=Path),
-        help="TOML file that names the socket.",
-    )
+    @socket_option
+    @config_option
     @click.option(
         "--timeout",
         "timeout_s",
@@ -113,9 +119,13 @@ def daemon_options(
     )
     @functools.wraps(command)
     def wrapper(
-        socket: str | None, config_path: Path | None, timeout_s: float, *args: _P.args, **kwargs: _P.kwargs
+        socket_path: str | None,
+        config_path: Path | None,
+        timeout_s: float,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
     ) -> _R:
-        return command(DaemonChoice(socket, config_path, timeout_s), *args, **kwargs)
+        return command(DaemonChoice(socket_path, config_path, timeout_s), *args, **kwargs)
 
     return wrapper
 

@@ -19,12 +19,14 @@ from snapd.cli.common import (
     TIMEOUT_S_DEFAULT,
     DaemonChoice,
     Table,
+    config_option,
     json_option,
     list_attempts,
     plural,
     print_json,
     say,
     shown_ns,
+    socket_option,
     state_cell,
 )
 from snapd.errors import ConnectionProblem, SnapdError
@@ -86,14 +88,8 @@ Examples:
 Exit status with --wait: 0 every attempt has ended; 1 some had not when the time was over, or the
 daemon went away or could not be stopped."""
 )
-@click.option("--socket", "socket_path", metavar="PATH", help="The daemon's socket; else as configured.")
-@click.option(
-    "--config",
-    "config_path",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="TOML file that names the socket.",
-)
+@socket_option
+@config_option
 @click.option(
     "--timeout",
     "timeout_s",

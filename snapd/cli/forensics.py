@@ -347,7 +347,7 @@ def _show_proof(proved: "Proved", as_json: bool) -> int:
             }
         )
     else:
-        from snapd.cli.forensicstext import show_proof
+        from snapd.cli.prooftext import show_proof
 
         show_proof(proof, proved.copies, KIND_HELP)
     return 0 if proof.is_good else EXIT_VIOLATION

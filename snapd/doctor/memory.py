@@ -4,11 +4,11 @@ import contextlib
 import resource
 from typing import Final
 
-from snapd.arena import available_memory_bytes
+from snapd.arena import available_memory_bytes, free_hugepages_bytes
 from snapd.config import Config
 from snapd.doctor.finding import Finding, Places, protocol_concern
 from snapd.doctor.messages import HOST_DEVICE
-from snapd.units import KIB, align_up, format_bytes
+from snapd.units import align_up, format_bytes
 
 GROUP: Final = "memory"
 _CAP_IPC_LOCK: Final = 14
@@ -26,7 +26,7 @@ def check_memory(
         wants_rdma: RDMA is configured.
         has_rdma: there is an RDMA device.
     """
-    free_bytes, page_bytes = hugepages_bytes(places)
+    free_bytes, page_bytes = free_hugepages_bytes(places.proc / "meminfo")
     is_huge = config.hugepages != "off" and page_bytes > 0 and huge_bytes(config, page_bytes) <= free_bytes
     findings = [
         check_arenas(config),
@@ -56,19 +56,6 @@ def huge_bytes(config: Config, page_bytes: int) -> int:
     return sum(
         align_up(arena.size_bytes, page_bytes) for arena in config.arenas if arena.device == HOST_DEVICE
     )
-
-
-def hugepages_bytes(places: Places) -> tuple[int, int]:
-    """Return the bytes in free hugepages that are not reserved, and the size of one; zeros if unknown."""
-    fields: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in (places.proc / "meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            with contextlib.suppress(ValueError, IndexError):
-                fields[name] = int(value.split()[0])
-    page_bytes = fields.get("Hugepagesize", 0) * KIB
-    free = fields.get("HugePages_Free", 0) - fields.get("HugePages_Rsvd", 0)
-    return max(0, free) * page_bytes, page_bytes
 
 
 def has_ipc_lock(places: Places) -> bool:
