@@ -255,6 +255,10 @@ class ConfigError(SnapdError):
     """The configuration is wrong; the message names the key and what to write instead."""
 
 
+class UnsupportedEngine(SnapdError):
+    """The engine has a pool, a tree or a setting that its adapter does not know; the message says which."""
+
+
 class StartupError(SnapdError):
     """The daemon cannot run as configured; the message says what to change."""
 
