@@ -17,10 +17,11 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from snapd.access import UID_MAX, AccessRule, check_rules
 from snapd.configvalues import Setting, known, setting_of, settings_of, typed
 from snapd.core.eviction import PolicyName
 from snapd.errors import ConfigError
-from snapd.metricsaddress import WANTED, listen_address
+from snapd.metricsaddress import WANTED, is_loopback, listen_address
 from snapd.mooncakeconfig import MooncakeConfig, Variable, VariableName
 from snapd.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -37,7 +38,6 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 CONFIG_FILE_BYTES_MAX: Final = MIB
 RANKS_MAX: Final = 256
 RANK_MAX: Final = 65_535
-UID_MAX: Final = 2**32 - 2
 ARENA_BYTES_MIN: Final = MIB
 ARENA_BYTES_MAX: Final = 16 * TIB
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
@@ -49,6 +49,8 @@ PAGE_KEY_BYTES: Final = 34
 REQUEST_OVERHEAD_BYTES: Final = 16 * KIB
 COUNT_MAX: Final = 100_000_000
 PIECES_MAX: Final = 4_096
+
+TCP_WANTED: Final = 'write an address and a port, such as "10.0.0.5:9465" or "[::]:9465", or "" for none'
 
 assert ALIGNMENT_BYTES_MIN & (ALIGNMENT_BYTES_MIN - 1) == 0, "alignments are powers of two"
 assert ALIGNMENT_BYTES_MAX <= ARENA_BYTES_MIN, "the smallest arena holds one aligned block"
@@ -144,9 +146,51 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         tuple[Annotated[int, Meta(ge=0, le=UID_MAX)], ...],
         Meta(
             max_length=1024,
-            description="Users that may connect, by number. The daemon's own user and root always may.",
+            description="Users that may connect, by number, and do everything. The daemon's own user and "
+            "root always may.",
         ),
     ] = ()
+    access: Annotated[
+        tuple[AccessRule, ...],
+        Meta(
+            max_length=1024,
+            description="One `[[access]]` table for each kind of client that may do some things only; the "
+            "first that fits counts. Over TLS nobody is let in without one.",
+        ),
+    ] = ()
+    tcp_address: Annotated[
+        str,
+        Meta(
+            max_length=255,
+            description="Where clients of other hosts may connect, such as `10.0.0.5:9465`, over TLS. Empty: "
+            "nowhere. Without `tls_certificate_path` it is plain TCP, and must be loopback.",
+            extra={"wanted": TCP_WANTED},
+        ),
+    ] = ""
+    tcp_connections_max: Annotated[
+        int, _count("Connections to `tcp_address` that may be open at a time; more are refused.", 65_536)
+    ] = 1_024
+    tls_certificate_path: Annotated[
+        str, Meta(description="PEM file with the daemon's certificate, and those between it and its CA.")
+    ] = ""
+    tls_key_path: Annotated[str, Meta(description="PEM file with the key of that certificate.")] = ""
+    tls_client_ca_path: Annotated[
+        str, Meta(description="PEM file with the CAs whose certificates clients may show.")
+    ] = ""
+    tls_handshake_timeout_ms: Annotated[
+        int, _ms("A client that has not finished its TLS handshake after this is cut off.")
+    ] = 5_000
+    tls_handshakes_max: Annotated[
+        int, _count("TLS handshakes that may be under way at a time; others wait to be accepted.", 65_536)
+    ] = 64
+    tls_handshakes_per_s: Annotated[
+        int,
+        _count(
+            "New TCP connections a second that one address may make, and ten times as many at once; more "
+            "are closed.",
+            1_000_000,
+        ),
+    ] = 20
     arenas: Annotated[
         tuple[ArenaConfig, ...],
         Meta(
@@ -288,6 +332,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ),
     ] = ""
 
+    @property
+    def is_open_to_other_users(self) -> bool:
+        """Users other than the daemon's own and root may connect over the unix socket."""
+        return bool(self.allowed_uids) or any(rule.uid >= 0 for rule in self.access)
+
     def check(self, origin: Mapping[str, str] | None = None) -> None:
         """Check every range, and the relations between settings.
 
@@ -324,6 +373,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 listen_address(self.metrics_address)
             except ValueError as error:
                 raise ConfigError(f"{shown('metrics_address')} is no address: {error}: {WANTED}") from None
+        self._check_access(origin)
         if self.alignment_bytes & (self.alignment_bytes - 1):
             raise ConfigError(f"{shown('alignment_bytes')} is no power of two: write 256, 512, 1024, ...")
         if self.register_piece_bytes % self.alignment_bytes:
@@ -358,6 +408,39 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{shown('frame_bytes_max')}: lower the first or raise the second"
             )
         self._check_arenas_and_transport(origin)
+
+    def _check_access(self, origin: Mapping[str, str]) -> None:
+        def shown(name: str) -> str:
+            return f"{name} = {getattr(self, name)!r} ({origin.get(name, DEFAULT_ORIGIN)})"
+
+        check_rules(self.access, {0, *self.allowed_uids})
+        names = ("tls_certificate_path", "tls_key_path", "tls_client_ca_path")
+        given = [name for name in names if getattr(self, name)]
+        if given and len(given) < len(names):
+            missing = " and ".join(name for name in names if name not in given)
+            raise ConfigError(f"{shown(given[0])} needs {missing} beside it: TLS is used on both sides")
+        if not self.tcp_address:
+            if given:
+                raise ConfigError(f"{shown(given[0])} is for tcp_address, which is empty: {TCP_WANTED}")
+            return
+        try:
+            host, _ = listen_address(self.tcp_address)
+        except ValueError as error:
+            raise ConfigError(f"{shown('tcp_address')} is no address: {error}: {TCP_WANTED}") from None
+        if not given and not is_loopback(host):
+            raise ConfigError(
+                f"{shown('tcp_address')} can be reached from other hosts, and there is no TLS: set "
+                f"{', '.join(names)} (`snapd certs init` makes some to try it with), or write a loopback address"
+            )
+        if given and not any(rule.certificate for rule in self.access):
+            raise ConfigError(
+                f"{shown('tcp_address')}: no [[access]] table names a certificate, so nobody would be let in"
+            )
+        if not given and not any(rule.loopback for rule in self.access):
+            raise ConfigError(
+                f"{shown('tcp_address')} is without TLS, and no [[access]] table has loopback = true, so "
+                "nobody would be let in"
+            )
 
     def _check_arenas_and_transport(self, origin: Mapping[str, str]) -> None:
         arenas = f"({origin.get('arenas', DEFAULT_ORIGIN)})"
@@ -420,7 +503,7 @@ _MOONCAKE_SETTINGS: Final = "mooncake.settings"
 _VARIABLE_NAME: Final = setting_of(_MOONCAKE_SETTINGS, _MOONCAKE_SETTINGS, VariableName)
 _VARIABLE: Final = setting_of(_MOONCAKE_SETTINGS, _MOONCAKE_SETTINGS, Variable)
 # What no text can stand for: it has no environment variable.
-_WITHOUT_VARIABLE: Final = frozenset({"arena", "mooncake", _MOONCAKE_SETTINGS})
+_WITHOUT_VARIABLE: Final = frozenset({"access", "arena", "mooncake", _MOONCAKE_SETTINGS})
 
 
 def environment_name(key: str) -> str:

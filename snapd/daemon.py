@@ -39,6 +39,7 @@ from snapd.notifications import Notifications
 from snapd.sdnotify import Heartbeat, Notifier
 from snapd.server import Server
 from snapd.service import AnyArena, Service
+from snapd.tcplistener import TcpListener
 from snapd.timers import SystemClock
 from snapd.transport.base import ArenaOfferer
 from snapd.transport.shm import ShmOfferer
@@ -174,12 +175,14 @@ async def _serve(config: Config) -> int:
         if metrics:
             await stack.enter_async_context(metrics.serving(server.service, server, executor))
         spare_the_old()
+        tcp = await stack.enter_async_context(_listening_to_others(config, server, loop))
         await stack.enter_async_context(_listening(config, server, loop))
-        loop.add_signal_handler(signal.SIGHUP, _reload, log, notifier)
+        loop.add_signal_handler(signal.SIGHUP, _reload, log, notifier, tcp)
         total_bytes = sum(arena.size_bytes for arena, _ in arenas.values())
         _log.info(
             "ready",
             socket=config.socket_path,
+            **({"tcp": tcp.address} if tcp else {}),
             log=config.log_path,
             epoch=epoch,
             arenas=len(arenas),
@@ -196,10 +199,12 @@ async def _serve(config: Config) -> int:
     return stop.status
 
 
-def _reload(log: EventLog, notifier: Notifier) -> None:
-    """Go on in the file that ``log_path`` names now."""
+def _reload(log: EventLog, notifier: Notifier, tcp: TcpListener | None) -> None:
+    """Go on in the file that ``log_path`` names now, and with the certificates that there are now."""
     notifier.reloading()
     log.reopen()
+    if tcp is not None:
+        tcp.reload()
     notifier.ready()
 
 
@@ -300,7 +305,7 @@ def _instance_lock(config: Config) -> Iterator[None]:
     lock_path = directory / f"{socket_path.name}.lock"
     try:
         # Users who may connect must get to the socket; nobody else may list what is there.
-        directory.mkdir(mode=0o711 if config.allowed_uids else 0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o711 if config.is_open_to_other_users else 0o700, parents=True, exist_ok=True)
         # Its owner could put another socket in our place.
         if directory.stat().st_uid not in (0, os.geteuid()):
             raise StartupError(
@@ -433,8 +438,22 @@ def _open_arenas(config: Config, stack: contextlib.ExitStack) -> Iterator[AnyAre
 
 
 @contextlib.asynccontextmanager
+async def _listening_to_others(
+    config: Config, server: Server, loop: asyncio.AbstractEventLoop
+) -> AsyncIterator[TcpListener | None]:
+    if not config.tcp_address:
+        yield None
+        return
+    listener = TcpListener(config, server, loop)
+    try:
+        yield listener
+    finally:
+        await listener.close()
+
+
+@contextlib.asynccontextmanager
 async def _listening(config: Config, server: Server, loop: asyncio.AbstractEventLoop) -> AsyncIterator[None]:
-    sock, inode = _bind(Path(config.socket_path), is_open_to_others=bool(config.allowed_uids))
+    sock, inode = _bind(Path(config.socket_path), is_open_to_others=config.is_open_to_other_users)
     listener = await loop.create_unix_server(server.new_connection, sock=sock, backlog=_ACCEPT_BACKLOG)
     try:
         yield
@@ -461,7 +480,7 @@ def _bind(path: Path, *, is_open_to_others: bool) -> tuple[socket.socket, int]:
     try:
         sock.bind(str(path))
         if is_open_to_others:
-            # allowed_uids can only connect when the mode lets them; the peer's uid decides then.
+            # Other users can only connect when the mode lets them; the peer's uid decides then.
             path.chmod(0o666)
     except OSError as error:
         sock.close()

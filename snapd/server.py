@@ -16,6 +16,7 @@ from typing import Final, cast
 import structlog
 
 from snapd import wire as w
+from snapd.access import Access, Rights
 from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.records import Record, SessionTransition, SyncRefused
@@ -25,6 +26,7 @@ from snapd.service import Service
 from snapd.units import KIB, MS_PER_S
 
 _log: Final = structlog.get_logger("snapd.server")
+_NOBODY: Final = Rights("", roles=frozenset())
 # One warning a kind in this time; a flood of bad peers must not become a flood of lines.
 _WARN_EVERY_S: Final = 5.0
 # A client is congested when this much waits to be read by it, and no more of its requests are taken.
@@ -81,17 +83,23 @@ class Server:
         self.config = config
         self.loop = loop
         self.service: Service | None = None
-        self.allowed_uids = frozenset({0, os.geteuid(), *config.allowed_uids})
+        self.access = Access(config.access, {0, os.geteuid(), *config.allowed_uids})
         self.processes = ProcessWatch(loop, on_writer_gone, is_writer_needed, config.connections_max)
         self.warnings = RateLimitedWarnings(loop.time)
         self.connections: dict[int, Connection] = {}
         self.watchers: dict[int, Connection] = {}
+        # Those of ``connections`` that came over TCP.
+        self.tcp_connections: set[int] = set()
         self._last_conn_id = 0
 
     def new_connection(self) -> "Connection":
         """Return the protocol of a connection that is being accepted."""
+        return Connection(self, self.next_conn_id())
+
+    def next_conn_id(self) -> int:
+        """Return an id for a connection that is being accepted."""
         self._last_conn_id += 1
-        return Connection(self, self._last_conn_id)
+        return self._last_conn_id
 
     def tell_end(self, told: e.EndTold) -> None:
         """Tell a connection how an attempt ended, if it is still there."""
@@ -159,12 +167,17 @@ class Connection(asyncio.Protocol):
     Attributes:
         conn_id: never used again in this epoch.
         label: what the client calls itself, else its process; for the log.
+        rights: what it may do.
+        is_local: it is on this host, over the unix socket: file descriptors can be handed over.
         watched_session_id: which session's transitions it wants; empty: all.
     """
+
+    is_local = True
 
     def __init__(self, server: Server, conn_id: int) -> None:
         self.conn_id = conn_id
         self.label = ""
+        self.rights = _NOBODY
         self.watched_session_id = ""
         self._server = server
         self._config = server.config
@@ -197,25 +210,39 @@ class Connection(asyncio.Protocol):
         congested_bytes = min(_CONGESTED_BYTES, room_bytes)
         self._gathered_bytes_max = min(_GATHERED_BYTES, congested_bytes // 2)
         self._transport.set_write_buffer_limits(high=congested_bytes - self._gathered_bytes_max)
-        server = self._server
+        refusal = self._identify() or self._too_many()
+        if refusal is None:
+            self._server.connections[self.conn_id] = self
+        else:
+            self._refuse_connection(*refusal)
+
+    def _identify(self) -> tuple[Reason, str] | None:
+        """Find out who the client is and what it may do; return why it is not let in."""
+        warn = self._server.warnings.warn
         try:
             with self._socket() as sock:
                 self._peer = peer_of(sock)
         except OSError as error:
-            server.warnings.warn("peer unknown", error=error.strerror)
-            self._refuse_connection(Reason.LIMIT_REACHED, f"the peer cannot be looked at: {error.strerror}")
-            return
-        self.label = f"pid {self._peer.pid}"
-        if self._peer.uid not in server.allowed_uids:
-            server.warnings.warn("peer refused", uid=self._peer.uid, pid=self._peer.pid)
-            detail = f"user {self._peer.uid} is not in allowed_uids"
-            self._refuse_connection(Reason.PERMISSION_DENIED, detail)
-        elif len(server.connections) >= self._config.connections_max:
-            server.warnings.warn("too many connections", connections_max=self._config.connections_max)
-            detail = f"{self._config.connections_max} connections are open (connections_max)"
-            self._refuse_connection(Reason.LIMIT_REACHED, detail)
-        else:
-            server.connections[self.conn_id] = self
+            warn("peer unknown", error=error.strerror)
+            return Reason.LIMIT_REACHED, f"the peer cannot be looked at: {error.strerror}"
+        rights = self._server.access.of_uid(self._peer.uid)
+        if rights is None:
+            warn("peer refused", uid=self._peer.uid, pid=self._peer.pid)
+            return Reason.PERMISSION_DENIED, f"user {self._peer.uid} is not in allowed_uids"
+        self.rights = rights
+        self.label = f"pid {self._peer.pid}" if rights.is_full else rights.owner
+        return None
+
+    def _too_many(self) -> tuple[Reason, str] | None:
+        connections_max = self._config.connections_max
+        if len(self._server.connections) < connections_max:
+            return None
+        self._server.warnings.warn("too many connections", connections_max=connections_max)
+        return Reason.LIMIT_REACHED, f"{connections_max} connections are open (connections_max)"
+
+    def _who(self) -> dict[str, object]:
+        """Return who the client is, for a warning."""
+        return {"pid": self._peer.pid}
 
     def _refuse_connection(self, reason: Reason, detail: str) -> None:
         assert self._transport is not None
@@ -317,7 +344,7 @@ class Connection(asyncio.Protocol):
         self._server.service.take(self, request)
 
     def _refuse_bytes(self, error: ProtocolError) -> None:
-        self._server.warnings.warn("bad frame", pid=self._peer.pid, error=str(error))
+        self._server.warnings.warn("bad frame", **self._who(), error=str(error))
         self._write(w.encode_frame(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=str(error))))
         self.close()
 
@@ -333,7 +360,7 @@ class Connection(asyncio.Protocol):
             # The rest may have been sent: it is the daemon that does not read at present.
             self._watch_frame()
             return
-        self._server.warnings.warn("unfinished frame", pid=self._peer.pid)
+        self._server.warnings.warn("unfinished frame", **self._who())
         detail = f"a frame was not finished within {self._config.frame_timeout_ms} ms"
         self._write(w.encode_frame(w.ErrorRep(id=0, reason=Reason.INVALID_REQUEST, detail=detail)))
         self.close()
@@ -455,7 +482,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(frames)
         if self._transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
-            self._server.warnings.warn("client does not read", pid=self._peer.pid)
+            self._server.warnings.warn("client does not read", **self._who())
             self._is_closed = True
             self._server.watchers.pop(self.conn_id, None)
             self._transport.abort()

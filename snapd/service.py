@@ -12,21 +12,25 @@ from typing import Final, Protocol, TypeAlias
 
 from snapd import __version__
 from snapd import wire as w
+from snapd.access import Rights
 from snapd.arena import HostArena
 from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.machine import view_session
+from snapd.core.overview import Overview
 from snapd.cudaarena import CudaArena
 from snapd.errors import InvariantBroken, Reason
 from snapd.executor import Executor
 from snapd.layout import Layout
+from snapd.permissions import refusal
 from snapd.units import NS_PER_MS
 
 # What a client may call itself; the rest is cut off.
 LABEL_CHARS_MAX: Final = 64
 _SHOWN_LIMITS: Final = (
     "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
-    "page_keys_total_max", "session_id_bytes_max", "num_tokens_max", "connections_max", "watchers_max",
+    "page_keys_total_max", "session_id_bytes_max", "num_tokens_max", "connections_max", "tcp_connections_max",
+    "tls_handshake_timeout_ms", "tls_handshakes_max", "tls_handshakes_per_s", "watchers_max",
     "watch_queue_max", "frame_bytes_max", "frame_timeout_ms", "reply_buffer_bytes_max",
     "requests_in_flight_max", "reserve_timeout_ms", "transfer_timeout_ms", "transfer_min_mb_per_s",
     "ready_ttl_ms", "lease_ms", "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max",
@@ -44,6 +48,9 @@ class Caller(Protocol):
     conn_id: int
     # What it calls itself, else its process.
     label: str
+    rights: Rights
+    # On this host, so that it can map memory.
+    is_local: bool
 
     def send(self, message: w.AnyReply) -> None:
         """Answer; does nothing once the caller is gone."""
@@ -117,6 +124,11 @@ class Service:
             detail = f"the handle is of epoch {request.epoch[:32]}; this is {self._epoch}"
             caller.send(self._error(request.id, Reason.STALE_HANDLE, detail))
             return
+        if not caller.rights.is_full:
+            refused = refusal(caller.rights, request, self._executor.machine.books)
+            if refused is not None:
+                caller.send(self._error(request.id, *refused))
+                return
         handler = self._handlers.get(type(request))
         if handler is not None:
             handler(caller, request)
@@ -131,7 +143,9 @@ class Service:
             caller.send(self._error(request.id, Reason.INVALID_REQUEST, detail))
             return
         if request.client:
-            caller.label = request.client[:LABEL_CHARS_MAX]
+            label = request.client[:LABEL_CHARS_MAX]
+            # Whoever is bound by rules cannot pass for another.
+            caller.label = label if caller.rights.is_full else f"{caller.rights.owner}: {label}"
         config = self._config
         caller.send(
             w.HelloRep(
@@ -190,6 +204,7 @@ class Service:
                 conn_id=caller.conn_id,
                 writer_id=writer_id,
                 peer=caller.label,
+                owner=caller.rights.owner,
             )
 
         def on_result(result: e.Result) -> None:
@@ -239,6 +254,10 @@ class Service:
         if known is None:
             detail = f"there is no arena {request.rank}; there are {sorted(self._arenas)}"
             caller.send(self._error(request.id, Reason.WRONG_RANK, detail))
+            return
+        if not caller.is_local:
+            detail = "an arena is mapped by processes of the daemon's host, over its unix socket"
+            caller.send(self._error(request.id, Reason.INVALID_REQUEST, detail))
             return
         arena = known[0]
         if isinstance(arena, CudaArena):
@@ -294,9 +313,16 @@ class Service:
         )
 
     def _stats(self, caller: Caller, request: w.StatsReq) -> None:
-        caller.send(self.statistics(request.id))
+        if request.overview is None:
+            caller.send(self.statistics(request.id))
+            return
 
-    def statistics(self, request_id: int = 0) -> w.StatsRep:
+        def on_overview(overview: Overview) -> None:
+            caller.send(self.statistics(request.id, overview))
+
+        self._executor.overviews.ask(request.overview, on_overview)
+
+    def statistics(self, request_id: int = 0, overview: Overview | None = None) -> w.StatsRep:
         """Return how everything fares now, as the reply to a request."""
         connections, watchers = self._counts()
         now_ns = self._executor.now_ns()
@@ -316,6 +342,7 @@ class Service:
             log=self._log_statistics(),
             limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
             mooncake=self._mooncake_statistics() if self._mooncake_statistics else None,
+            overview=overview,
         )
 
     def _watch(self, caller: Caller, request: w.WatchReq) -> None:

@@ -90,6 +90,15 @@ DEFAULTS = {
     "log_queue_bytes_max": 32 * MIB,
     "log_queue_lines_max": 65_536,
     "metrics_address": "",
+    "access": (),
+    "tcp_address": "",
+    "tcp_connections_max": 1_024,
+    "tls_certificate_path": "",
+    "tls_key_path": "",
+    "tls_client_ca_path": "",
+    "tls_handshake_timeout_ms": 5_000,
+    "tls_handshakes_max": 64,
+    "tls_handshakes_per_s": 20,
 }
 
 

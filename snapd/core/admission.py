@@ -96,6 +96,7 @@ class Admission:
             state=State.RESERVED,
             state_since_ns=event.at_ns,
             peer=event.peer,
+            owner=event.owner,
         )
         self._begin(session, hint_tokens)
 

@@ -210,6 +210,7 @@ class PrepareAsked(Event, frozen=True, kw_only=True):
         conn_id: who is told how the attempt ends.
         writer_id: the local process that makes every write, if there is just one; else 0.
         peer: what D calls itself, for the records.
+        owner: who may write to the attempt and end it, for the shell to look at.
     """
 
     slab_handle: int
@@ -224,6 +225,7 @@ class PrepareAsked(Event, frozen=True, kw_only=True):
     conn_id: int = 0
     writer_id: int = 0
     peer: str = ""
+    owner: str = ""
 
 
 class LookupAsked(Event, frozen=True, kw_only=True):

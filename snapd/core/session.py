@@ -102,6 +102,7 @@ class Session:
         abort_wanted: why it ends as soon as nobody holds a lease.
         answers: first answers by repeat key, for exact repeats.
         peer: what D calls itself.
+        owner: who may write to it and end it; the core only keeps it.
         shard_bytes: payload bytes of one rank's shard.
         total_bytes: payload bytes of all shards.
     """
@@ -127,6 +128,7 @@ class Session:
     newer_handle: int = 0
     answers: dict[tuple[object, ...], Result] = field(default_factory=dict)
     peer: str = ""
+    owner: str = ""
     shard_bytes: int = field(init=False)
     total_bytes: int = field(init=False)
 

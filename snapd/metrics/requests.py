@@ -53,11 +53,13 @@ class TimedService(Service):
 class _Voter:
     """The caller of a vote, whose reply may wait: the time is taken when it is sent."""
 
-    __slots__ = ("_begun_s", "_caller", "_times", "conn_id", "label")
+    __slots__ = ("_begun_s", "_caller", "_times", "conn_id", "is_local", "label", "rights")
 
     def __init__(self, caller: Caller, begun_s: float, times: Histogram) -> None:
         self.conn_id = caller.conn_id
         self.label = caller.label
+        self.rights = caller.rights
+        self.is_local = caller.is_local
         self._caller = caller
         self._begun_s = begun_s
         self._times = times
