@@ -120,7 +120,7 @@ class Access:
         owner = f"uid {uid}"
         if uid in self.full_uids:
             return Rights(owner, is_full=True)
-        return next((_rights(rule, owner) for rule in self._rules if rule.uid == uid), None)
+        return next((_rights(rule, owner) for rule in self._rules if rule.uid == uid >= 0), None)
 
     def of_certificate(self, names: Iterable[str]) -> Rights | None:
         """Return the rights of a client by the names in its certificate, or None."""

@@ -241,6 +241,7 @@ class Exchange:
 
     def unreachable(self, error: SnapdError) -> None:
         """Nobody could be connected to: end every call."""
+        self._reset()
         for errand in list(self._errands.values()):
             if errand.may_have_acted:
                 lost = ConnectionLost(f"the connection ended before the reply to {errand.call!r}; {error}")

@@ -11,15 +11,16 @@ import errno
 import io
 import os
 import select
-import socket
 import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from snapd.address import Resolver, TcpAddress, parse_address
 from snapd.calls import Call
 from snapd.errors import ConnectionLost, DaemonUnreachable, RequestTimeout, SnapdError
 from snapd.exchange import Errand, Exchange
+from snapd.streams import Stream, open_tcp, open_unix
 from snapd.units import KIB, MS_PER_S
 from snapd.wire import HelloRep
 
@@ -44,10 +45,20 @@ _ADVICE: Final = {
 }
 
 
-def unreachable(path: str, error: OSError) -> DaemonUnreachable:
+_TCP_ADVICE: Final = {
+    errno.ECONNREFUSED: "nobody listens there: does the daemon run, and is this its tcp_address?",
+}
+
+
+def unreachable(where: str | TcpAddress, error: OSError | ValueError) -> DaemonUnreachable:
     """Return the error for a socket that cannot be connected to: where, why, what to do."""
-    advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
-    return DaemonUnreachable(f"no daemon at {path}: {advice}")
+    number = (error.errno if isinstance(error, OSError) else None) or 0
+    text = getattr(error, "strerror", None) or str(error)
+    if isinstance(where, str):
+        return DaemonUnreachable(f"no daemon at {where}: {_ADVICE.get(number, text)}")
+    if where.tls is not None and number in (0, errno.ECONNRESET, errno.EPIPE):
+        text += ". Are ca, cert and key right, and does the daemon know this client's CA?"
+    return DaemonUnreachable(f"no daemon at {where.text}: {_TCP_ADVICE.get(number, text)}")
 
 
 def tell_new_epochs(exchange: Exchange, hook: EpochHook | None) -> None:
@@ -65,18 +76,35 @@ def tell_new_epochs(exchange: Exchange, hook: EpochHook | None) -> None:
 
 
 class Channel:
-    """A socket that feeds an exchange. Never waits; not thread safe.
+    """A connection that feeds an exchange. Never waits; not thread safe.
+
+    Args:
+        address: the daemon's socket, or its address as ``parse_address`` takes it.
+        exchange: what is fed.
 
     Attributes:
         sock: the connection; None: there is none.
         before_close: called with the socket still open, just before it is closed.
+
+    Raises:
+        ConfigError: *address* is none.
     """
 
-    def __init__(self, path: str, exchange: Exchange) -> None:
-        self.sock: socket.socket | None = None
+    def __init__(self, address: str, exchange: Exchange) -> None:
+        self.sock: Stream | None = None
         self.before_close: Callable[[], None] | None = None
-        self._path = path
+        self._where = parse_address(address)
+        self._resolver = (
+            Resolver(self._where.host, self._where.port) if isinstance(self._where, TcpAddress) else None
+        )
         self._exchange = exchange
+
+    @property
+    def wants_write(self) -> bool:
+        """Something waits for the socket to be writable."""
+        if self.sock is None:
+            return False
+        return self.sock.wants_write or (self.sock.takes_output and self._exchange.next_output() is not None)
 
     def read(self) -> None:
         """Take in what has come."""
@@ -90,13 +118,18 @@ class Channel:
             if self.sock is None and not (self._exchange.wants_connection and self._connect()):
                 return
             output = self._exchange.next_output()
-            if self.sock is None or output is None:
+            if self.sock is None or (output is None and not self.sock.wants_write):
                 return
             try:
+                self.sock.flush()
+                if output is None:
+                    return
                 num_bytes = self.sock.send(output)
             except BlockingIOError:
                 return
-            except OSError:
+            except OSError as error:
+                if self._is_unreachable(error):
+                    return
                 # The daemon has hung up. What it said last may be answers, or why.
                 while self._read_once():
                     pass
@@ -123,7 +156,9 @@ class Channel:
             data = self.sock.recv(READ_BYTES)
         except BlockingIOError:
             return 0
-        except OSError:
+        except OSError as error:
+            if self._is_unreachable(error):
+                return 0
             data = b""
         if not data:
             self.lost()
@@ -136,19 +171,28 @@ class Channel:
         return len(data)
 
     def _connect(self) -> bool:
-        sock: socket.socket | None = None
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            sock.connect(self._path)
-        except OSError as error:
-            if sock is not None:
-                sock.close()
-            if not isinstance(error, BlockingIOError):
-                self._exchange.unreachable(unreachable(self._path, error))
+            if isinstance(self._where, TcpAddress):
+                assert self._resolver is not None
+                self.sock = open_tcp(self._where, self._resolver)
+            else:
+                self.sock = open_unix(self._where)
+        except BlockingIOError:
             return False
-        self.sock = sock
+        except (OSError, ValueError) as error:
+            self._exchange.unreachable(unreachable(self._where, error))
+            return False
         self._exchange.opened()
+        return True
+
+    def _is_unreachable(self, error: OSError) -> bool:
+        """End everything under way if the connection never came about."""
+        if self.sock is None or self.sock.is_established:
+            return False
+        if self._resolver is not None:
+            self._resolver.doubt()
+        self._close()
+        self._exchange.unreachable(unreachable(self._where, error))
         return True
 
     def _close(self) -> None:
@@ -168,13 +212,13 @@ class Link:
     """
 
     def __init__(
-        self, path: str, exchange: Exchange, timeout_s: float, on_new_epoch: EpochHook | None = None
+        self, address: str, exchange: Exchange, timeout_s: float, on_new_epoch: EpochHook | None = None
     ) -> None:
         self.exchange = exchange
         self.timeout_s = timeout_s
         self.is_closed = False
         self._on_new_epoch = on_new_epoch
-        self._channel = Channel(path, exchange)
+        self._channel = Channel(address, exchange)
         self._changed = threading.Condition(threading.Lock())
         self._has_leader = False
         self._wake = io.FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
@@ -287,7 +331,7 @@ class Link:
         sock = self._channel.sock
         if sock is not None:
             events = select.POLLIN if self.exchange.wants_read else 0
-            if self.exchange.next_output() is not None:
+            if self._channel.wants_write:
                 events |= select.POLLOUT
             poller.register(sock, events)
         elif self.exchange.wants_connection:
@@ -326,14 +370,14 @@ class AsyncLink:
     """
 
     def __init__(
-        self, path: str, exchange: Exchange, timeout_s: float, on_new_epoch: EpochHook | None = None
+        self, address: str, exchange: Exchange, timeout_s: float, on_new_epoch: EpochHook | None = None
     ) -> None:
         self.exchange = exchange
         self.timeout_s = timeout_s
         self.is_closed = False
         self.on_change: Callable[[], None] | None = None
         self._on_new_epoch = on_new_epoch
-        self._channel = Channel(path, exchange)
+        self._channel = Channel(address, exchange)
         self._channel.before_close = self._unregister
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_reading = False
@@ -426,7 +470,7 @@ class AsyncLink:
                 self._retry = loop.call_later(RETRY_S, self.pump)
             return
         wants_read = self.exchange.wants_read
-        wants_write = self.exchange.next_output() is not None
+        wants_write = self._channel.wants_write
         if wants_read and not self._is_reading:
             loop.add_reader(sock.fileno(), self.pump)
         elif self._is_reading and not wants_read:

@@ -17,10 +17,11 @@ from time import monotonic
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
+from snapd.address import TcpAddress, parse_address
 from snapd.cuda import CudaError
 from snapd.cudamapping import MappedCudaArena, open_cuda_arena
 from snapd.daemonlife import DaemonLife
-from snapd.errors import ConnectionLost, ProtocolError, RequestTimeout, SnapdError, error_for
+from snapd.errors import ConnectionLost, InvalidRequest, ProtocolError, RequestTimeout, SnapdError, error_for
 from snapd.exchange import HELLO_BYTES_MAX
 from snapd.links import READ_BYTES, unreachable
 from snapd.units import GIB, MIB, format_bytes
@@ -185,6 +186,7 @@ def map_arena(
         populate: bring the pages in now, so that no copy waits for them later.
 
     Raises:
+        InvalidRequest: *socket_path* is an address, and not a unix socket's path.
         DaemonUnreachable: no daemon listens at *socket_path*.
         WrongRank: the daemon has no arena for *rank*.
         PermissionDenied: this user may not.
@@ -195,6 +197,11 @@ def map_arena(
 
     Source: design, sections 4 and 5.
     """
+    if isinstance(parse_address(socket_path), TcpAddress):
+        raise InvalidRequest(
+            "an arena is mapped over the daemon's unix socket, by a process of the same host: connect to that "
+            "one, or push over Mooncake"
+        )
     deadline_s = monotonic() + timeout_s
     reply, memory = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)
     if isinstance(memory, DaemonLife):

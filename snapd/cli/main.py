@@ -47,6 +47,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "sessions": LazyCommand("snapd.cli.sessions:sessions", "List attempts."),
     "show": LazyCommand("snapd.cli.show:show", "Show one attempt, or a session's latest."),
     "watch": LazyCommand("snapd.cli.watch:watch", "Print transitions as they happen."),
+    "top": LazyCommand("snapd.cli.top:top", "Watch arenas, attempts, rates and events change."),
     "abort": LazyCommand("snapd.cli.abort:abort", "End an attempt, or all open ones of a session."),
     "drain": LazyCommand("snapd.cli.drain:drain", "Take no new attempts, or take them again."),
     "doctor": LazyCommand("snapd.cli.doctor:doctor", "Say what works on this machine, and what to do."),
@@ -54,6 +55,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "forensics": LazyCommand("snapd.cli.forensics:forensics", "Say what an event log tells, and prove it."),
     "demo": LazyCommand("snapd.cli.demo:demo", "Play a trace: a daemon, D workers and P ranks, real bytes."),
     "replay": LazyCommand("snapd.cli.replay:replay", "Run a trace through models of P and D."),
+    "certs": LazyCommand("snapd.cli.certs:certs", "Make certificates to try TLS with."),
     "completion": LazyCommand("snapd.cli.completion:completion", "Print what completes commands in a shell."),
 }
 
