@@ -30,6 +30,7 @@ from snapd.errors import (
     Reason,
 )
 from snapd.layout import Namespace, fingerprint
+from snapd.mapping import map_arena
 
 PREPARE = {"session_id": "s", "num_tokens": 4, "layout_fingerprint": "x"}
 CLIENTS = ("d-0", "d-1", "d-2", "p-0", "p-a", "d-a", "d-b", "op", "nobody")
@@ -592,7 +593,10 @@ def test_a_local_user_has_the_rights_of_its_rule(start: Callable[..., TlsDaemon]
             declared = client.declare()
             denied = client.refusal(w.StatsReq)
             found = client.ask(w.LookupReq, layout_fingerprint=declared, session_id="s")
-            os._exit(0 if (denied, found.slab_handle) == (Reason.PERMISSION_DENIED, 0) else 1)
+            writable = client.refusal(w.MapBufferReq, rank=0, writable=True)
+            arena = map_arena(str(daemon.socket_path), 0, populate=False)
+            got = (denied, found.slab_handle, writable, arena.size_bytes)
+            os._exit(0 if got == (Reason.PERMISSION_DENIED, 0, Reason.PERMISSION_DENIED, 16 << 20) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
