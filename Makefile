@@ -5,7 +5,7 @@ PYTHON ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo bench schemas clean
+.PHONY: help setup test lint format demo bench schemas docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,11 @@ bench: setup ## Measure against the floors
 
 schemas: setup ## Write the JSON Schemas anew
 	$(BIN)/python tools/make_schemas.py
+
+docs: setup ## Write the reference pages anew and build the site into build/docs, without a network
+	$(BIN)/python tools/draw_fsm.py
+	$(BIN)/python tools/make_docs.py
+	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/docs
 
 clean: ## Remove caches and build outputs, but not .venv
 	rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
