@@ -127,7 +127,7 @@ class Books:
         # The history keeps what a repeat needs; page keys and checksums can be many.
         session.page_keys = ()
         for shard in session.shards.values():
-            shard.checksums = ()
+            shard.packed_checksums = b""
         del self.open[session.handle]
         self.ended[session.handle] = session
         if session.handle not in self.buffer.quarantine:

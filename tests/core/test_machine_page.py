@@ -82,9 +82,9 @@ def test_what_has_ended_keeps_no_checksums_and_knows_a_repeated_commit_all_the_s
     drive = make(1)
     handle = drive.transferring("a", 1)
     first = drive.commit(handle)
-    assert drive.session(handle).shards[0].checksums
+    assert drive.session(handle).shards[0].packed_checksums
     drive.abort(handle)
-    assert not drive.session(handle).shards[0].checksums
+    assert not drive.session(handle).shards[0].packed_checksums
     assert drive.commit(handle) == first
     others = tuple((one + 1, other) for one, other in ((1, 1), (2, 2)))
     assert refused(drive.commit(handle, checksums=others), Reason.STALE_HANDLE)
