@@ -22,6 +22,7 @@ from typing import Final, Generic, TypeAlias, TypeVar, cast
 import msgspec
 
 from snapd.core.events import PlaneChecksums, State
+from snapd.core.overview import Order
 from snapd.errors import Reason, WrongRank, error_for
 from snapd.layout import Layout
 from snapd.wire import (
@@ -104,6 +105,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
         resident_hint_tokens: what P is believed to hold of the session.
         ranks: one grant a rank: base pointer, offsets and strides in bytes, extents.
         expires_ms: the transfer has to start within it, from the grant on.
+        layout_fingerprint, token_digest: as asked; empty: not known to whoever made this.
     """
 
     slab_handle: int
@@ -114,6 +116,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     resident_hint_tokens: int
     ranks: tuple[RankGrant, ...]
     expires_ms: int
+    layout_fingerprint: str = ""
+    token_digest: str = ""
 
     def for_rank(self, rank: int) -> RankGrant:
         """Return the grant of *rank*'s shard.
@@ -175,6 +179,8 @@ def prepare_receive(
     ranks: Sequence[int] = (),
     use_resident_hint: bool = False,
     is_only_writer: bool = False,
+    token_ids: bytes = b"",
+    block_hashes: bytes = b"",
     timeout_s: float | None = None,
 ) -> Call[Grant]:
     """Ask for a slab in every rank's arena, and return the grant.
@@ -192,6 +198,9 @@ def prepare_receive(
         ranks: shards wanted; empty: every rank.
         use_resident_hint: let the daemon leave out what P is believed to hold.
         is_only_writer: this process makes every write; its exit is drain proof.
+        token_ids: for KV events: of the tokens from *token_start* on, packed by
+            ``snapd.kvevents.hashes.pack_token_ids``; no more than the daemon's hello wants.
+        block_hashes: for KV events: one a whole page from token 0 on, packed by ``pack_block_hashes``.
         timeout_s: for the whole call.
 
     Raises:
@@ -214,6 +223,8 @@ def prepare_receive(
         ranks=tuple(ranks),
         use_resident_hint=use_resident_hint,
         is_only_writer=is_only_writer,
+        token_ids=token_ids,
+        block_hashes=block_hashes,
     )
 
     def convert(reply: Reply, hello: HelloRep) -> Grant:
@@ -229,6 +240,8 @@ def prepare_receive(
             resident_hint_tokens=output.resident_hint_tokens,
             ranks=output.ranks,
             expires_ms=output.expires_ms,
+            layout_fingerprint=layout_fingerprint,
+            token_digest=token_digest,
         )
 
     return Call(request, SnapshotPrepareReceiveReqOutput, convert, timeout_s)
@@ -494,9 +507,15 @@ def list_sessions(
     return _as_is(request, ListRep, timeout_s)
 
 
-def stats(*, timeout_s: float | None = None) -> Call[StatsRep]:
-    """Return the daemon's counters, books and bounds."""
-    return _as_is(StatsReq(id=NO_ID), StatsRep, timeout_s)
+def stats(*, overview: Order | None = None, timeout_s: float | None = None) -> Call[StatsRep]:
+    """Return the daemon's counters, books and bounds.
+
+    Args:
+        overview: have a picture of what is open too, with the attempts that come first in this order:
+            ``deadline``, the nearest; ``age``, the oldest; ``bytes``, the largest.
+        timeout_s: for the whole call.
+    """
+    return _as_is(StatsReq(id=NO_ID, overview=overview), StatsRep, timeout_s)
 
 
 def drain(draining: bool = True, *, timeout_s: float | None = None) -> Call[AckRep]:

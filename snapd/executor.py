@@ -12,7 +12,9 @@ import msgspec
 
 from snapd.core import events as e
 from snapd.core.machine import Machine
-from snapd.core.records import Record
+from snapd.core.records import Record, SyncOutcome
+from snapd.core.survey import PeerCounts
+from snapd.overviews import Overviews
 from snapd.timers import Cancellable, Clock, Timers
 
 # Handles stay exact where numbers are doubles (jq, JavaScript), and cannot be guessed.
@@ -90,6 +92,9 @@ class Executor:
         call_later: the loop's.
         on_end: is told how attempts end.
         on_record: sees every record after the log.
+
+    Attributes:
+        overviews: looks at what is open, for whoever wants to see it.
     """
 
     def __init__(
@@ -109,6 +114,8 @@ class Executor:
         self._timers: Timers[tuple[e.TimerKind, int, int], e.Event] = Timers(clock, call_later, self._fire)
         self._waiting: dict[int, Callable[[e.Result], None]] = {}
         self._last_cause_id = 0
+        self._peers = PeerCounts()
+        self.overviews = Overviews(machine.books, self._peers, clock, call_later)
 
     @property
     def num_waiting(self) -> int:
@@ -147,6 +154,7 @@ class Executor:
     def close(self) -> None:
         """Forget all timers."""
         self._timers.close()
+        self.overviews.close()
 
     def _fire(self, event: e.Event) -> None:
         self._run(self.machine.handle(msgspec.structs.replace(event, at_ns=self._clock.now_ns())))
@@ -158,6 +166,8 @@ class Executor:
                 case e.RecordWritten():
                     self._log.write(instruction.record)
                     self._on_record(instruction.record)
+                    if isinstance(instruction.record, SyncOutcome):
+                        self._peers.note(instruction.record)
                 case e.Replied():
                     replies.append(instruction)
                 case e.TimerArmed():

@@ -42,6 +42,18 @@ OPEN_STATES: Final = frozenset(e.State) - e.FINAL_STATES
 AnyArena: TypeAlias = HostArena | CudaArena
 
 
+class KVEventStream(Protocol):
+    """What publishes KV events."""
+
+    def on_grant(self, request: w.SnapshotPrepareReceiveReqInput, granted: e.Granted) -> None:
+        """Keep what D said of an attempt for events."""
+        ...
+
+    def statistics(self) -> w.KVEventStatistics:
+        """Return how it fares."""
+        ...
+
+
 class Caller(Protocol):
     """Whoever sends requests over one connection."""
 
@@ -84,6 +96,7 @@ class Service:
 
     Attributes:
         refused: error replies so far, by reason.
+        kv_events: what publishes them; None: nobody.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class Service:
         self._counts = counts
         self._mooncake_statistics = mooncake_statistics
         self.refused: Counter[Reason] = Counter()
+        self.kv_events: KVEventStream | None = None
         self._started_ns = executor.now_ns()
         self._handlers: dict[type[w.Request], Callable[..., None]] = {
             w.HelloReq: self._hello,
@@ -167,6 +181,11 @@ class Service:
                 page_keys_max=config.page_keys_max,
                 lease_ms=config.lease_ms,
                 mooncake=self._mooncake_address(),
+                kv_events=(
+                    w.KVEventsWanted(token_ids_max=config.kv_events_token_ids_max)
+                    if config.kv_events_address
+                    else None
+                ),
             )
         )
 
@@ -208,6 +227,8 @@ class Service:
             )
 
         def on_result(result: e.Result) -> None:
+            if self.kv_events is not None and isinstance(result, e.Granted):
+                self.kv_events.on_grant(request, result)
             caller.send(self._prepared(request.id, result))
 
         self._executor.ask(event, on_result)
@@ -342,6 +363,7 @@ class Service:
             log=self._log_statistics(),
             limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
             mooncake=self._mooncake_statistics() if self._mooncake_statistics else None,
+            kv_events=self.kv_events.statistics() if self.kv_events else None,
             overview=overview,
         )
 

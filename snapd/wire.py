@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 
 from snapd.core.events import PlaneChecksums, State
+from snapd.core.overview import Order, Overview
 from snapd.core.session import SessionView, Statistics
 from snapd.core.slab import Extent
 from snapd.errors import ProtocolError, Reason
@@ -101,12 +102,23 @@ class MooncakeAddress(msgspec.Struct, frozen=True, kw_only=True):
     metadata_server: str
 
 
+class KVEventsWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prepare may bring for the KV events that the daemon publishes.
+
+    Attributes:
+        token_ids_max: token ids in one request; 0: none are wanted.
+    """
+
+    token_ids_max: int
+
+
 class HelloRep(Reply, frozen=True, kw_only=True):
     """Who the daemon is, and what it offers.
 
     Attributes:
         transport_address: what a writer must know to reach the arenas (Mooncake: the segment name).
         mooncake: the rest of it, when the transport is Mooncake.
+        kv_events: it publishes KV events; None: it does not.
     """
 
     protocol: int
@@ -121,6 +133,7 @@ class HelloRep(Reply, frozen=True, kw_only=True):
     page_keys_max: int
     lease_ms: int
     mooncake: MooncakeAddress | None = None
+    kv_events: KVEventsWanted | None = None
 
 
 class PingReq(Request, frozen=True, kw_only=True):
@@ -162,6 +175,10 @@ class SnapshotPrepareReceiveReqInput(Request, frozen=True, kw_only=True):
         ranks: shards wanted; empty: every rank.
         use_resident_hint: let the daemon leave out what P is believed to hold.
         is_only_writer: this process makes every write; its exit is drain proof.
+        token_ids: for KV events only: of the tokens from *token_start* on, as many as are told, four bytes
+            each, little-endian.
+        block_hashes: for KV events only: what D's engine calls the pages, one a whole page from token 0 on,
+            eight bytes each, little-endian and signed; empty: the page keys are taken.
     """
 
     IS_REPEATABLE: ClassVar[bool] = False
@@ -175,6 +192,8 @@ class SnapshotPrepareReceiveReqInput(Request, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     use_resident_hint: bool = False
     is_only_writer: bool = False
+    token_ids: bytes = b""
+    block_hashes: bytes = b""
 
 
 class RankGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -448,7 +467,13 @@ class ListRep(Reply, frozen=True, kw_only=True):
 
 
 class StatsReq(Request, frozen=True, kw_only=True):
-    """Counters, books and bounds."""
+    """Counters, books and bounds.
+
+    Attributes:
+        overview: say also what is open: the attempts that come first in this order; None: do not.
+    """
+
+    overview: Order | None = None
 
 
 class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -492,8 +517,51 @@ class MooncakeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
+class KVEventStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What is published for routers, and what of it was not.
+
+    Attributes:
+        address: where, with the port that was taken.
+        replay_address: where the latest batches can be asked for again; empty: nowhere.
+        batches: sent so far; the next sequence number.
+        stored_pages: pages that were told to be there, so far.
+        removed_pages: pages that were told to be gone, so far.
+        snapshots: READY snapshots that are told at present.
+        pages: distinct pages of these.
+        unpublished: READY snapshots that were not told, by why: ``no-hashes``, D sent neither page keys nor
+            block hashes; ``pages-max``, ``queue-full``, there was no room.
+        facts_dropped: attempts of which token ids or block hashes were not kept.
+        queued_bytes: what waits to be sent, about.
+        buffered_batches: kept for replays.
+        replays: answered so far.
+        bad_requests: requests for a replay that were none.
+        send_errors: batches and answers that ZeroMQ did not take.
+    """
+
+    address: str
+    replay_address: str
+    topic: str
+    medium: str
+    batches: int
+    stored_pages: int
+    removed_pages: int
+    snapshots: int
+    pages: int
+    unpublished: dict[str, int]
+    facts_dropped: int
+    queued_bytes: int
+    buffered_batches: int
+    replays: int
+    bad_requests: int
+    send_errors: int
+
+
 class StatsRep(Reply, frozen=True, kw_only=True):
-    """Everything that ``snapd status`` shows."""
+    """Everything that ``snapd status`` shows.
+
+    Attributes:
+        overview: what is open, if it was asked for.
+    """
 
     version: str
     epoch: str
@@ -509,6 +577,8 @@ class StatsRep(Reply, frozen=True, kw_only=True):
     log: LogStatistics
     limits: dict[str, int]
     mooncake: MooncakeStatistics | None = None
+    overview: Overview | None = None
+    kv_events: KVEventStatistics | None = None
 
 
 class WatchReq(Request, frozen=True, kw_only=True):

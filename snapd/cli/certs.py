@@ -11,7 +11,12 @@ DAYS_DEFAULT: Final = 365
 PORT: Final = 9465
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  snapd certs init ./certs --server snapd.example --client d-0 --client ops:operator
+  snapd certs init --help"""
+)
 def certs() -> None:
     """Make certificates for clients of other hosts."""
 
