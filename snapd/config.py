@@ -21,6 +21,27 @@ from snapd.access import UID_MAX, AccessRule, check_rules
 from snapd.configvalues import Setting, known, setting_of, settings_of, typed
 from snapd.core.eviction import PolicyName
 from snapd.errors import ConfigError
+from snapd.kveventsconfig import (
+    BLOCK_HASH_BYTES,
+    TOKEN_ID_BYTES,
+    TOPIC_BYTES_MAX,
+    Address,
+    BufferBatches,
+    BufferBytesMax,
+    ClearAll,
+    ConnectAddress,
+    DataParallelRank,
+    Medium,
+    PagesMax,
+    QueueBytesMax,
+    ReplayAddress,
+    TokenIdsMax,
+    Topic,
+    check_peer,
+    event_address,
+)
+from snapd.kveventsconfig import CONNECT_WANTED as EVENT_PEER_WANTED
+from snapd.kveventsconfig import WANTED as EVENT_WANTED
 from snapd.metricsaddress import WANTED, is_loopback, listen_address
 from snapd.mooncakeconfig import MooncakeConfig, Variable, VariableName
 from snapd.units import GIB, KIB, MIB, TIB, format_bytes
@@ -332,6 +353,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ),
     ] = ""
 
+    kv_events_address: Address = ""
+    kv_events_replay_address: ReplayAddress = ""
+    kv_events_connect_address: ConnectAddress = ""
+    kv_events_topic: Topic = ""
+    kv_events_medium: Medium = "CPU_PINNED"
+    kv_events_data_parallel_rank: DataParallelRank = 0
+    kv_events_clear_all: ClearAll = True
+    kv_events_token_ids_max: TokenIdsMax = 262_144
+    kv_events_pages_max: PagesMax = 500_000
+    kv_events_queue_bytes_max: QueueBytesMax = 64 * MIB
+    kv_events_buffer_batches: BufferBatches = 10_000
+    kv_events_buffer_bytes_max: BufferBytesMax = 64 * MIB
+
     @property
     def is_open_to_other_users(self) -> bool:
         """Users other than the daemon's own and root may connect over the unix socket."""
@@ -373,6 +407,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 listen_address(self.metrics_address)
             except ValueError as error:
                 raise ConfigError(f"{shown('metrics_address')} is no address: {error}: {WANTED}") from None
+        self._check_kv_events(origin)
         self._check_access(origin)
         if self.alignment_bytes & (self.alignment_bytes - 1):
             raise ConfigError(f"{shown('alignment_bytes')} is no power of two: write 256, 512, 1024, ...")
@@ -409,6 +444,47 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         self._check_arenas_and_transport(origin)
 
+    def _check_kv_events(self, origin: Mapping[str, str]) -> None:
+        def shown(name: str) -> str:
+            return f"{name} = {getattr(self, name)!r} ({origin.get(name, DEFAULT_ORIGIN)})"
+
+        for name in ("kv_events_address", "kv_events_replay_address"):
+            if address := getattr(self, name):
+                try:
+                    event_address(address)
+                except ValueError as error:
+                    raise ConfigError(f"{shown(name)} is no address: {error}: {EVENT_WANTED}") from None
+        if self.kv_events_connect_address:
+            try:
+                check_peer(self.kv_events_connect_address)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{shown('kv_events_connect_address')} is no address: {error}: {EVENT_PEER_WANTED}"
+                ) from None
+        if not self.kv_events_address:
+            for name in ("kv_events_replay_address", "kv_events_connect_address"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{shown(name)} is of no use while kv_events_address is empty: set both or none"
+                    )
+            return
+        topic = self.kv_events_topic.encode(errors="surrogateescape")
+        if len(topic) > TOPIC_BYTES_MAX:
+            raise ConfigError(
+                f"{shown('kv_events_topic')} is {len(topic)} bytes long: write at most {TOPIC_BYTES_MAX}"
+            )
+        request_bytes = (
+            self.page_keys_max * (PAGE_KEY_BYTES + BLOCK_HASH_BYTES)
+            + self.kv_events_token_ids_max * TOKEN_ID_BYTES
+            + self.session_id_bytes_max
+            + REQUEST_OVERHEAD_BYTES
+        )
+        if request_bytes > self.frame_bytes_max:
+            raise ConfigError(
+                f"{shown('kv_events_token_ids_max')} makes requests of {format_bytes(request_bytes)}, more "
+                f"than {shown('frame_bytes_max')}: lower the first or raise the second"
+            )
+
     def _check_access(self, origin: Mapping[str, str]) -> None:
         def shown(name: str) -> str:
             return f"{name} = {getattr(self, name)!r} ({origin.get(name, DEFAULT_ORIGIN)})"
@@ -430,7 +506,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if not given and not is_loopback(host):
             raise ConfigError(
                 f"{shown('tcp_address')} can be reached from other hosts, and there is no TLS: set "
-                f"{', '.join(names)} (`snapd certs init` makes some to try it with), or write a loopback address"
+                f"{', '.join(names)} (`snapd certs init` makes some to try with), or write a loopback address"
             )
         if given and not any(rule.certificate for rule in self.access):
             raise ConfigError(

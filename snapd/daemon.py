@@ -46,6 +46,7 @@ from snapd.transport.shm import ShmOfferer
 from snapd.units import MS_PER_S, format_bytes
 
 if TYPE_CHECKING:
+    from snapd.kvevents.serving import Stream
     from snapd.metrics.serving import Metrics
 
 _log: Final = structlog.get_logger("snapd.daemon")
@@ -135,6 +136,7 @@ async def _serve(config: Config) -> int:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_instance_lock(config))
         metrics = _open_metrics(config, stack)
+        kv_events = _open_kv_events(config, stack)
         log = stack.enter_context(_event_log(config, epoch))
         notifier = stack.enter_context(contextlib.closing(Notifier(os.environ)))
         notifier.status(f"taking {format_bytes(sum(arena.size_bytes for arena in config.arenas))} of memory")
@@ -158,6 +160,8 @@ async def _serve(config: Config) -> int:
             is_writer_needed=machine.books.handles_of_writer.__contains__,
         )
         on_record = metrics.counted(server) if metrics else server.show_record
+        if kv_events:
+            on_record = kv_events.observing(machine.books.open, on_record)
         executor = Executor(machine, log, SystemClock(), loop.call_later, server.tell_end, on_record)
         stack.callback(executor.close)
         service_type = metrics.service_type if metrics else Service
@@ -171,7 +175,10 @@ async def _serve(config: Config) -> int:
             lambda: (len(server.connections), len(server.watchers)),
             _mooncake_in_use(config, epoch, executor, server, offerer, stack),
         )
+        server.service.kv_events = kv_events
         await _write_started(config, log, executor, arenas)
+        if kv_events:
+            await stack.enter_async_context(kv_events.publishing())
         if metrics:
             await stack.enter_async_context(metrics.serving(server.service, server, executor))
         spare_the_old()
@@ -363,6 +370,20 @@ def _open_metrics(config: Config, stack: contextlib.AsyncExitStack) -> "Metrics 
     if not config.metrics_address:
         return None
     from snapd.metrics.serving import opened
+
+    return stack.enter_context(opened(config))
+
+
+def _open_kv_events(config: Config, stack: contextlib.AsyncExitStack) -> "Stream | None":
+    """Bind where KV events are published, if they are wanted; only then is what they need imported.
+
+    Raises:
+        ConfigError: a package is missing.
+        StartupError: an address cannot be had.
+    """
+    if not config.kv_events_address:
+        return None
+    from snapd.kvevents.serving import opened
 
     return stack.enter_context(opened(config))
 

@@ -128,6 +128,16 @@ def _registered_pieces(seen: Seen) -> Iterator[Sample]:
         yield (), seen.stats.mooncake.registered_pieces
 
 
+def _kv_events(value: Callable[[w.KVEventStatistics], float]) -> Callable[[Seen], Iterable[Sample]]:
+    """Return samples of what is published for routers; none while nothing is."""
+    return lambda seen: [((), value(seen.stats.kv_events))] if seen.stats.kv_events else []
+
+
+def _kv_events_unpublished(seen: Seen) -> Iterator[Sample]:
+    if seen.stats.kv_events is not None:
+        yield from (((why,), count) for why, count in sorted(seen.stats.kv_events.unpublished.items()))
+
+
 def _quarantined(seen: Seen) -> Iterator[Sample]:
     for why in ("corrupt", "leased", "undrained"):
         yield (why,), seen.tally.quarantined[why]
@@ -350,6 +360,41 @@ METRICS: Final = (
     Metric(
         "snapd_log_rotations_total", "counter", "Files begun because the one before was full.",
         _one(lambda seen: seen.stats.log.rotations), (), "Often: raise log_rotate_bytes.",
+    ),
+    # --- KV events, where they are published
+    Metric(
+        "snapd_kv_events_batches_total", "counter", "Batches of KV events that were sent.",
+        _kv_events(lambda stats: stats.batches), (), "The next sequence number; subscribers count along.",
+    ),
+    Metric(
+        "snapd_kv_events_stored_pages_total", "counter", "Pages that routers were told to be there.",
+        _kv_events(lambda stats: stats.stored_pages), (), "0 while some become READY: D sends no page keys.",
+    ),
+    Metric(
+        "snapd_kv_events_removed_pages_total", "counter", "Pages that routers were told to be gone.",
+        _kv_events(lambda stats: stats.removed_pages), (), "Follows the pages stored.",
+    ),
+    Metric(
+        "snapd_kv_events_pages", "gauge", "Distinct pages that routers are told to be there.",
+        _kv_events(lambda stats: stats.pages), (), "Bounded by kv_events_pages_max.",
+    ),
+    Metric(
+        "snapd_kv_events_unpublished_total", "counter", "READY snapshots that routers were not told of.",
+        _kv_events_unpublished, ("why",),
+        "no-hashes: D sends neither page keys nor block hashes; pages-max, queue-full: raise that bound.",
+    ),
+    Metric(
+        "snapd_kv_events_facts_dropped_total", "counter",
+        "Attempts of which token ids or block hashes were not kept.",
+        _kv_events(lambda stats: stats.facts_dropped), (), "Raise kv_events_queue_bytes_max.",
+    ),
+    Metric(
+        "snapd_kv_events_queued_bytes", "gauge", "What waits to be published, about.",
+        _kv_events(lambda stats: stats.queued_bytes), (), "Bounded by kv_events_queue_bytes_max.",
+    ),
+    Metric(
+        "snapd_kv_events_replays_total", "counter", "Replays that were asked for and answered.",
+        _kv_events(lambda stats: stats.replays), (), "Often: subscribers do not keep up.",
     ),
     # --- the event loop and what is remembered
     Metric(

@@ -517,7 +517,7 @@ def test_after_a_lost_connection_it_asks_before_another_byte_is_written(daemon: 
         written_bytes = job.bytes_done
         sock = pair.d._link._channel.sock
         assert sock is not None
-        sock.shutdown(socket.SHUT_RDWR)
+        sock._sock.shutdown(socket.SHUT_RDWR)
         operator.abort(handle)
         assert job.step(1)
         assert (job.result.ok, job.result.reason) == (False, Reason.STALE_HANDLE)
@@ -530,7 +530,7 @@ def test_a_lost_connection_alone_does_not_end_a_push(daemon: Any) -> None:
         job, handle = begun(pair)
         sock = pair.d._link._channel.sock
         assert sock is not None
-        sock.shutdown(socket.SHUT_RDWR)
+        sock._sock.shutdown(socket.SHUT_RDWR)
         assert finish(job).result.ok
         assert pair.ingest("s", TOKENS, handle)[0].ok
 
