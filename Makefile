@@ -5,7 +5,7 @@ PYTHON ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo bench schemas docs clean
+.PHONY: help setup test lint format demo bench schemas docs soak clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,12 @@ bench: setup ## Measure against the floors
 
 schemas: setup ## Write the JSON Schemas anew
 	$(BIN)/python tools/make_schemas.py
+
+soak: setup ## Run the long forms: hundreds of kills over each transport, and millions of lives; half an hour
+	SNAPD_SOAK=1 $(BIN)/pytest -s tests/faults
+	$(BIN)/python tools/soak.py
+	$(BIN)/python tools/simulate.py --seeds 2000
+	$(BIN)/python tools/fuzz.py --seconds 60
 
 docs: setup ## Write the reference pages anew and build the site into build/docs, without a network
 	$(BIN)/python tools/draw_fsm.py

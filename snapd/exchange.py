@@ -124,10 +124,21 @@ class Errand(Generic[_T]):
     def outcome(self) -> _T:
         """Return the result, or raise the error. Only when done."""
         if self._error is not None:
-            # Asking twice, or in two threads, must not pile up tracebacks.
-            raise self._error.with_traceback(None)
+            raise _another(self._error)
         assert self.is_done and self._result is not None
         return self._result
+
+
+def _another(error: SnapdError) -> SnapdError:
+    """Return an error like *error*, to be raised in its place.
+
+    What is raised holds the frames that it passes, and they the errand. If the errand held it in turn, what
+    they have at hand would stay until garbage is collected: the arena of a daemon that is gone, still mapped.
+    """
+    another = type(error).__new__(type(error), *error.args)
+    another.__dict__.update(error.__dict__)
+    another.__cause__, another.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return another
 
 
 class Exchange:

@@ -91,8 +91,7 @@ async def _run(options: Options, plan: Plan, on_stage: OnStage, on_tick: OnTick)
             # A D that has exited cannot write: what it left unproven is proven now.
             faults = await _stop_all(workers)
             stats = await _quiet(daemon)
-            status = await daemon.stop()
-            faults += [f"the daemon ended with status {status}"] if status else []
+            faults += await daemon.stop()
     for messages_path in options.out_dir.glob("*.txt"):
         if not messages_path.stat().st_size:
             messages_path.unlink()
@@ -145,12 +144,8 @@ async def _quiet(daemon: Daemon) -> StatsRep:
 
 async def _stop_all(workers: list[Worker]) -> list[str]:
     """End all workers, and return what was wrong with their ends."""
-    statuses = await asyncio.gather(*(worker.stop() for worker in workers))
-    return [
-        f"{worker.name} ended with status {status}"
-        for worker, status in zip(workers, statuses, strict=True)
-        if status
-    ]
+    ends = await asyncio.gather(*(worker.stop() for worker in workers))
+    return [fault for end in ends for fault in end]
 
 
 # --- what is set up ----------------------------------------------------------------------------

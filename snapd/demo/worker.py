@@ -1,6 +1,7 @@
 """The entry point of a worker process: ``python -m snapd.demo.worker SETUP``."""
 
 import contextlib
+import faulthandler
 import sys
 
 import msgspec
@@ -18,6 +19,8 @@ def main(argument: str) -> int:
     Args:
         argument: a ``messages.Setup`` as JSON.
     """
+    # What a library aborts with says nothing of where; the file of messages then does.
+    faulthandler.enable()
     setup = msgspec.json.decode(argument, type=m.Setup)
     # The workers share the machine; one thread each is a core for each of two at a time.
     torch.set_num_threads(1)

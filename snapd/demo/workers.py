@@ -22,7 +22,7 @@ from snapd.wire import LENGTH_BYTES
 START_S: Final = 60.0
 STOP_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
-_LAST_LINES: Final = 12
+_LAST_LINES: Final = 30
 _ERROR_PREFIX: Final = "snapd: "
 
 _AnswerT = TypeVar("_AnswerT", bound=m.FromWorker)
@@ -90,6 +90,17 @@ async def end_process(process: asyncio.subprocess.Process) -> int:
         return await process.wait()
 
 
+def bad_end(name: str, status: int, messages_path: Path) -> list[str]:
+    """Return what was wrong with the end of a process, if anything was, and what it said last."""
+    if not status:
+        return []
+    how = f"status {status}"
+    with contextlib.suppress(ValueError):
+        how += f" ({signal.Signals(-status).name})"
+    said = last_lines(messages_path)
+    return [f"{name} ended with {how}; " + (f"it said last:\n{said}" if said else "it said nothing")]
+
+
 class Daemon:
     """The daemon's process.
 
@@ -127,12 +138,12 @@ class Daemon:
             await daemon.stop()
             raise DemoError(f"the daemon did not start: {error_of(messages_path)}")
 
-    async def stop(self) -> int:
-        """End it in order, and return its exit status."""
+    async def stop(self) -> list[str]:
+        """End it in order, and return what was wrong with its end."""
         self.client.close()
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
-        return await end_process(self.process)
+        return bad_end("the daemon", await end_process(self.process), self._messages_path)
 
 
 class Worker:
@@ -223,10 +234,10 @@ class Worker:
         await self._reading
         return await end_process(self._process)
 
-    async def stop(self) -> int:
-        """End it in order, and return its exit status; a second time, or before a start, does nothing."""
+    async def stop(self) -> list[str]:
+        """End it in order, and return what was wrong with its end; before a start, do nothing."""
         if self._process is None:
-            return 0
+            return []
         with contextlib.suppress(DemoError):
             self._send(m.Stop())
         if self._writer is not None:
@@ -235,7 +246,7 @@ class Worker:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        return status
+        return bad_end(self.name, status, self._messages_path)
 
     def _expect(self, message_id: int) -> asyncio.Future[m.FromWorker]:
         future: asyncio.Future[m.FromWorker] = asyncio.get_running_loop().create_future()

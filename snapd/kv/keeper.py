@@ -1,10 +1,12 @@
 """Looks after what a pusher left under way: memory that a transport or a GPU still uses, until it does not.
 
-One thread of the process, which sleeps unless something is left.
+One thread of the process, which sleeps unless something is left. Before the interpreter ends it rests for
+good: a thread that torch or a driver lets back into an interpreter that is ending aborts the process.
 
 Source: design, sections 7 and 12.
 """
 
+import atexit
 import contextlib
 import os
 import queue
@@ -18,6 +20,8 @@ from snapd.kv.writers import Writers
 
 _POLL_S_MIN: Final = 0.001
 _POLL_S_MAX: Final = 0.1
+# How long the end of the process waits for a call that the thread is in.
+_REST_S_MAX: Final = 5.0
 
 # Says whether it is over.
 Settle = Callable[[], bool]
@@ -31,6 +35,8 @@ class Keeper:
         self._queue: queue.SimpleQueue[Settle] = queue.SimpleQueue()
         self._pid = 0
         self._lock = threading.Lock()
+        self._is_ending = threading.Event()
+        self._rests = threading.Event()
 
     def ensure(self) -> None:
         """Have the thread: a finalizer cannot start one."""
@@ -39,15 +45,28 @@ class Keeper:
                 return
             self._pid = os.getpid()
             self._queue = queue.SimpleQueue()  # In a fork, what the parent kept is the parent's.
+            self._is_ending, self._rests = threading.Event(), threading.Event()
             # A daemon thread: what never ends must not keep this process from ending.
-            threading.Thread(target=self._run, args=(self._queue,), name="snapd-keeper", daemon=True).start()
+            args = (self._queue, self._is_ending, self._rests)
+            threading.Thread(target=self._run, args=args, name="snapd-keeper", daemon=True).start()
 
     def keep(self, settle: Settle) -> None:
         """Look after something. ``ensure`` comes first."""
         self._queue.put(settle)
 
+    def rest(self) -> None:
+        """Have the thread do nothing any more, and wait until it does, some seconds at most.
+
+        What is kept stays where it is until the process has ended.
+        """
+        if self._pid != os.getpid():
+            return
+        self._is_ending.set()
+        self._queue.put(_never_over)  # Wakes it.
+        self._rests.wait(_REST_S_MAX)
+
     @staticmethod
-    def _run(given: "queue.SimpleQueue[Settle]") -> None:
+    def _run(given: "queue.SimpleQueue[Settle]", is_ending: threading.Event, rests: threading.Event) -> None:
         kept: list[Settle] = []
         poll_s = _POLL_S_MIN
         while True:
@@ -56,7 +75,16 @@ class Keeper:
                 poll_s = _POLL_S_MIN
             except queue.Empty:
                 poll_s = min(2 * poll_s, _POLL_S_MAX)
+            if is_ending.is_set():
+                break
             kept = [settle for settle in kept if not _is_over(settle)]
+        rests.set()
+        # For ever: to return would let go of memory that a transport may still read.
+        threading.Event().wait()
+
+
+def _never_over() -> bool:
+    return False
 
 
 def _is_over(settle: Settle) -> bool:
@@ -67,6 +95,7 @@ def _is_over(settle: Settle) -> bool:
 
 
 KEEPER: Final = Keeper()
+atexit.register(KEEPER.rest)
 
 
 class Remains:

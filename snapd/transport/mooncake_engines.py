@@ -14,6 +14,7 @@ import msgspec
 from snapd.errors import TransportError
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.backoff import Backoff
+from snapd.transport.mooncake_calls import CALLS
 from snapd.transport.mooncake_engine import MooncakeEngine
 from snapd.transport.mooncake_submitter import Current, Submitter
 from snapd.units import format_bytes
@@ -40,7 +41,7 @@ class Opening:
 
     def _run(self) -> None:
         try:
-            with self._current():
+            with CALLS.under_way(), self._current():
                 self._engine.open(*self._call)
         except Exception as error:  # Whatever it was, whoever waits must hear of it.
             self.error = str(error) or type(error).__name__

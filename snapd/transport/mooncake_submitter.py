@@ -14,6 +14,7 @@ from typing import Final
 
 from snapd.errors import TransportError
 from snapd.transport.base import Write
+from snapd.transport.mooncake_calls import CALLS
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 
 # More is not taken at a time, of all writers together.
@@ -48,7 +49,7 @@ class Submission:
                 return
             self.may_land = True
         try:
-            with current():
+            with CALLS.under_way(), current():
                 self._batch_id = self._engine.submit(*self._call)
         except TransportError as error:
             self.may_land = False

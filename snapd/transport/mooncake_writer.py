@@ -26,6 +26,7 @@ import msgspec
 
 from snapd.errors import TransportError
 from snapd.transport.base import Progress, TicketState, Write
+from snapd.transport.mooncake_calls import CALLS
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.transport.mooncake_engines import MooncakeEngines, Opening
 from snapd.transport.mooncake_submitter import Current, Submission
@@ -54,7 +55,7 @@ class _Notice:
 
     def _run(self) -> None:
         try:
-            with self._current():
+            with CALLS.under_way(), self._current():
                 self._engine.notify(*self._call)
         except Exception as error:  # Whatever it was, whoever polls must hear of it.
             self.error = str(error) or type(error).__name__

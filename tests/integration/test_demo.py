@@ -144,6 +144,29 @@ def test_byte_that_changes_in_the_arena_never_reaches_the_tree(small_trace: Path
     assert result["corrupt"] == 0
 
 
+ABORTS_AT_ITS_END = """
+import atexit, os, sys
+
+if "snapd.demo.worker" in sys.orig_argv and '"role":"D","index":0' in sys.orig_argv[-1]:
+    atexit.register(os.abort)
+    atexit.register(os.write, 2, b"a library says why\\n")
+"""
+
+
+@pytest.mark.slow
+def test_worker_that_aborts_at_its_end_is_a_fault_with_what_it_said(
+    small_trace: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ABORTS_AT_ITS_END)
+    arguments = ("--total", "16MiB", "--trace", str(small_trace))
+    status, result, messages = demo(*arguments, PYTHONPATH=str(tmp_path))
+    assert status == 1
+    (fault,) = result["faults"]
+    assert fault.startswith("D 0 ended with status -6 (SIGABRT); it said last:\na library says why\n")
+    assert "Fatal Python error: Aborted" in fault, "it says where"
+    assert "a library says why" in messages
+
+
 @pytest.mark.slow
 def test_comparison_finds_the_byte_when_nobody_verifies(small_trace: Path) -> None:
     """The control: corrupt can be other than 0."""

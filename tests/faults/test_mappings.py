@@ -1,0 +1,76 @@
+"""The arena of a daemon that is gone is unmapped at once: until then its memory is nobody else's."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_cases import serve
+from kv_cases import TOKENS, begun, finish, paired
+
+from snapd.errors import Reason
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """Garbage that refers to itself stays inside."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def num_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("kv-snapd-arena")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_collections")
+@pytest.mark.parametrize("is_back", [True, False], ids=["restarted", "away"])
+def test_a_push_that_the_daemon_did_not_survive_keeps_no_arena(
+    start_daemon: Callable[..., Any], is_back: bool
+) -> None:
+    daemon = start_daemon()
+    with paired(daemon) as pair:
+        serve(pair)
+        before = num_arenas()
+        job, _ = begun(pair)
+        daemon.kill()
+        if is_back:
+            daemon.restart()
+        reason = finish(job).result.reason
+        assert reason == (Reason.STALE_HANDLE if is_back else Reason.TRANSFER_FAILED)
+        del job
+        if not is_back:
+            daemon.restart()
+        pair.ps[0].ping()  # P meets the new epoch.
+        serve(pair)
+        assert num_arenas() == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_collections")
+def test_a_push_whose_commit_nobody_hears_keeps_no_arena(
+    start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error that tells of it has passed frames that hold the arena's planes."""
+    daemon = start_daemon()
+    with paired(daemon) as pair:
+        serve(pair)
+        before = num_arenas()
+        slabs = pair.pusher._slabs
+        planes_of = slabs.planes
+
+        def planes_and_kill(*arguments: Any) -> Any:
+            planes = planes_of(*arguments)
+            daemon.kill()
+            return planes
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slabs, "planes", planes_and_kill)
+            assert pair.push("s", TOKENS).reason == Reason.TRANSFER_FAILED
+        daemon.restart()
+        pair.ps[0].ping()
+        serve(pair)
+        assert num_arenas() == before
