@@ -199,8 +199,8 @@ def map_arena(
     """
     if isinstance(parse_address(socket_path), TcpAddress):
         raise InvalidRequest(
-            "an arena is mapped over the daemon's unix socket, by a process of the same host: connect to that "
-            "one, or push over Mooncake"
+            "an arena is mapped over the daemon's unix socket, by a process of the same host: connect there, "
+            "or push over Mooncake"
         )
     deadline_s = monotonic() + timeout_s
     reply, memory = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)

@@ -26,7 +26,8 @@ from snapd.daemon import _END_GRACE_MS, EXIT_SECOND_SIGNAL
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "README.zh.md", "constraints-dev.txt", "deploy",
+    "CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "README.zh.md",
+    "constraints-dev.txt", "deploy",
     "docs", "pyproject.toml", "schemas", "snapd", "tests", "tools",
 )  # fmt: skip
 BUILD = "from setuptools import build_meta as b; b.build_{kind}({directory!r})"

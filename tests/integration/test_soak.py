@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(300)
 def test_memory_and_descriptors_are_flat_over_many_lives(tmp_path: Path) -> None:
     plot = tmp_path / "soak.png"
-    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--lives", "30000", "--live", "3000", "--json"]
-    done = subprocess.run([*command, "--plot", str(plot)], capture_output=True, text=True, timeout=280)
+    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--json", "--plot", str(plot)]
+    command += ["--lives", "30000", "--live", "3000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["lives"] >= 30_000
