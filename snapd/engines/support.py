@@ -6,7 +6,7 @@ Source: design, section 9.
 import importlib.metadata
 import os
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, overload
 
 import msgspec
 import structlog
@@ -15,6 +15,9 @@ from snapd.config import default_socket_path
 from snapd.configvalues import known
 from snapd.errors import ConfigError
 from snapd.layout import NAME_CHARS_MAX
+
+if TYPE_CHECKING:
+    from snapd.kv.integrity import KeyedIntegrity
 
 _log: Final = structlog.get_logger("snapd.engines")
 
@@ -36,6 +39,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         timeout_s: how long a call to the daemon may take. The engine goes on without snapd then.
         retry_s: how long after a failed call the daemon is asked again.
         verify: compare checksums before anything is used. Off is for the tests that show what it is for.
+        integrity_key_path: file of 32 or more random bytes, the same on P and D: bytes are compared by a MAC
+            under this key; empty: by the usual checksum. For pools on the host.
+        integrity_other_key_path: of a key that P accepts as well, while keys are changed; empty: none.
+        integrity_algorithm: the same on P and D.
     """
 
     socket_path: str = msgspec.field(default_factory=lambda: default_socket_path(os.environ, os.geteuid()))
@@ -47,25 +54,64 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout_s: Seconds = 1.0
     retry_s: Seconds = 1.0
     verify: bool = True
+    integrity_key_path: str = ""
+    integrity_other_key_path: str = ""
+    integrity_algorithm: Literal["blake3", "blake2b"] = "blake3"
 
 
-def read_settings(given: Mapping[str, Any], source: str) -> EngineSettings:
+_SettingsT = TypeVar("_SettingsT", bound=EngineSettings)
+
+
+@overload
+def read_settings(given: Mapping[str, Any], source: str) -> EngineSettings: ...
+
+
+@overload
+def read_settings(given: Mapping[str, Any], source: str, kind: type[_SettingsT]) -> _SettingsT: ...
+
+
+def read_settings(
+    given: Mapping[str, Any], source: str, kind: type[EngineSettings] = EngineSettings
+) -> EngineSettings:
     """Return the settings.
 
     Args:
         given: as the engine hands them over.
         source: what to call that place in an error.
+        kind: of settings, for an engine that has more of them.
 
     Raises:
         ConfigError: a name is unknown, and which is the nearest; or a value is out of range, and which.
     """
-    names = dict.fromkeys(EngineSettings.__struct_fields__)
+    names = dict.fromkeys(kind.__struct_fields__)
     for name in given:
         known(source, name, names)
     try:
-        return msgspec.convert(dict(given), EngineSettings)
+        return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+def read_integrity(settings: EngineSettings) -> "KeyedIntegrity | None":
+    """Return what a ``Pusher`` or an ``Ingester`` takes as ``integrity``; None: there is no key.
+
+    Raises:
+        ConfigError: the settings contradict each other, or a key file is no good; says what to do.
+        ExtraMissing: the package ``blake3`` is not installed.
+    """
+    if not settings.integrity_key_path:
+        if settings.integrity_other_key_path:
+            raise ConfigError("integrity_other_key_path is set, and integrity_key_path is not")
+        return None
+    if not settings.verify:
+        raise ConfigError("verify is off, and integrity_key_path is set: leave one of the two out")
+    from snapd.kv.integrity import KeyedIntegrity
+
+    return KeyedIntegrity.from_files(
+        settings.integrity_key_path,
+        accepted_paths=[settings.integrity_other_key_path] if settings.integrity_other_key_path else [],
+        algorithm=settings.integrity_algorithm,
+    )
 
 
 def check_version(engine: str, distributions: Collection[str], tested: Collection[str]) -> str:

@@ -13,7 +13,7 @@ Source: design, section 8.
 
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -89,6 +89,19 @@ def _sum_bytes(chunk: torch.Tensor) -> PlaneChecksum:
         words = torch.zeros(ceil_div(chunk.numel(), WORD_BYTES), dtype=torch.int64)
         words.view(torch.uint8)[: chunk.numel()].copy_(chunk)
     return _sum_words(words)
+
+
+class PlaneSums(Protocol):
+    """What becomes the pair of numbers that is compared: a ``ChecksumAccumulator``, or a keyed one."""
+
+    def add(self, chunk: torch.Tensor, word_offset: int | None = None) -> None:
+        """Add a chunk of the plane; see ``ChecksumAccumulator.add``."""
+        ...
+
+    @property
+    def value(self) -> PlaneChecksum:
+        """The pair, of what was added so far."""
+        ...
 
 
 class ChecksumAccumulator:

@@ -57,6 +57,8 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Sequence[int]
     use_resident_hint: bool
     is_only_writer: bool
+    token_ids: bytes = b""
+    block_hashes: bytes = b""
 
 
 class Commitment(Protocol):
@@ -177,12 +179,15 @@ class ClientControl:
 
     Attributes:
         client: the connection.
+        rank: the only one whose shard is written here, when others of the same attempts are written in other
+            processes: what fails here proves nothing of theirs. None: all are written here.
     """
 
     is_notifying = False
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, rank: int | None = None) -> None:
         self.client = client
+        self.rank = rank
 
     @property
     def epoch(self) -> str:
@@ -210,6 +215,8 @@ class ClientControl:
             ranks=request.ranks,
             use_resident_hint=request.use_resident_hint,
             is_only_writer=request.is_only_writer,
+            token_ids=request.token_ids,
+            block_hashes=request.block_hashes,
         )
 
     def started(self, grant: Grant) -> None:
@@ -239,7 +246,9 @@ class ClientControl:
     def failed(self, grant: Grant, reason: Reason, *, drained: bool) -> None:
         """Say that the attempt failed. One that has ended already takes it as drain proof."""
         with contextlib.suppress(SnapdError):
-            self.client.transfer_failed(grant.slab_handle, reason=reason, drained=drained, epoch=grant.epoch)
+            self.client.transfer_failed(
+                grant.slab_handle, reason=reason, drained=drained, rank=self.rank, epoch=grant.epoch
+            )
 
     def drained(self, grant: Grant, rank: int) -> None:
         """Give drain proof for a rank."""

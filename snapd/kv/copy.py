@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 
@@ -22,6 +22,7 @@ from snapd.kv.checksum import (
     WORD_BYTES,
     ChecksumAccumulator,
     PlaneChecksum,
+    PlaneSums,
     check_plane,
     is_aligned,
 )
@@ -119,10 +120,24 @@ class SlotMoves(abc.ABC):
     """
 
     # The planes' memory is this process's own: it may be summed where it lies.
-    _is_part_own: ClassVar[bool] = False
+    _is_part_own: bool = False
 
-    def __init__(self, pool: KVPool, slots: torch.Tensor, *, checksum: bool) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        slots: torch.Tensor,
+        *,
+        checksum: bool,
+        sums: Sequence[PlaneSums] | None = None,
+    ) -> None:
         """Check *slots* and plan the pieces.
+
+        Args:
+            pool: see ``CopyJob``.
+            slots: see ``CopyJob``.
+            checksum: whether to sum the planes.
+            sums: what sums them, one a plane, in place of the usual checksum. Each gets its plane's bytes in
+                token order.
 
         Raises:
             InvalidRequest: the pool is not on the CPU, or the slots are not its own.
@@ -133,7 +148,9 @@ class SlotMoves(abc.ABC):
         pool.check_slots(slots, num_tokens)
         self._pool = pool
         self._slots = slots.contiguous()
-        self._sums = tuple(ChecksumAccumulator() for _ in pool.planes) if checksum else ()
+        self._sums: tuple[PlaneSums, ...] = ()
+        if checksum:
+            self._sums = tuple(ChecksumAccumulator() for _ in pool.planes) if sums is None else tuple(sums)
         self._page_numbers = self._slots[:: pool.page_size_tokens] // pool.page_size_tokens
         self._pieces = {
             stride_bytes: _pieces(self._slots, stride_bytes, pool.page_size_tokens)
@@ -229,7 +246,13 @@ class CopyJob(SlotMoves):
     """
 
     def __init__(
-        self, pool: KVPool, slots: torch.Tensor, planes: Sequence[torch.Tensor], *, checksum: bool = True
+        self,
+        pool: KVPool,
+        slots: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+        *,
+        checksum: bool = True,
+        sums: Sequence[PlaneSums] | None = None,
     ) -> None:
         """Check both sides and plan the pieces.
 
@@ -239,20 +262,16 @@ class CopyJob(SlotMoves):
             planes: one for each of the pool's, uint8, shape [num_tokens * stride_bytes], contiguous, on the
                 CPU, apart from each other.
             checksum: whether to sum the planes; False is for benchmarks.
+            sums: what sums them; None: the usual checksum.
 
         Raises:
             InvalidRequest: something does not fit; nothing moved.
         """
-        super().__init__(pool, slots, checksum=checksum)
+        super().__init__(pool, slots, checksum=checksum, sums=sums)
         _check_planes(planes, pool, slots.numel())
         self._planes = tuple(planes)
-        self._todo = self._all_pieces()
+        self._todo = _all_pieces([self._pieces[place.stride_bytes] for place in pool.planes])
         self._next = next(self._todo, None)
-
-    def _all_pieces(self) -> Iterator[tuple[int, Piece]]:
-        for plane_index, place in enumerate(self._pool.planes):
-            for piece in self._pieces[place.stride_bytes]:
-                yield plane_index, piece
 
     @property
     def done(self) -> bool:
@@ -277,6 +296,14 @@ class CopyJob(SlotMoves):
                 step_bytes += part.numel()
                 self._next = next(self._todo, None)
         return self.done
+
+
+def _all_pieces(by_plane: list[list[Piece]]) -> Iterator[tuple[int, Piece]]:
+    # No method of the job: they would hold each other until garbage is collected, and with them the planes of
+    # a job that was given up, which may lie in the arena of a daemon that is gone.
+    for plane_index, pieces in enumerate(by_plane):
+        for piece in pieces:
+            yield plane_index, piece
 
 
 class Gathers(SlotMoves):

@@ -92,10 +92,10 @@ class PrivateMemory:
 
 
 class DeviceScatter:
-    """Scatters the tokens of a shard that are missing, and sums all of them, beside other work of the GPU.
+    """Scatters the tokens of a shard that are wanted, and sums all of them, beside other work of the GPU.
 
-    Tokens before *skip_tokens* are in the pool already: they are summed and not moved. Everything runs on
-    *stream*; nothing here waits for it.
+    Tokens before *skip_tokens* are in the pool already, and those from *stop_tokens* on are not wanted: they
+    are summed and not moved. Everything runs on *stream*; nothing here waits for it.
 
     Attributes:
         is_launched: all work is queued, so nothing more of the arena will be asked for.
@@ -110,6 +110,7 @@ class DeviceScatter:
         skip_tokens: int,
         num_tokens: int,
         *,
+        stop_tokens: int | None = None,
         verify: bool,
         stream_of: Callable[[torch.device], torch.cuda.Stream | None],
         after: Sequence[torch.cuda.Event] | None,
@@ -122,9 +123,11 @@ class DeviceScatter:
             pool: P's.
             planes: of the slab, uint8, shape [num_tokens * stride_bytes]; on the pool's device, or all on
                 another of its kind.
-            slots: for the tokens from *skip_tokens* on, as ``DeviceJob`` wants them; None: there are none.
+            slots: for the tokens from *skip_tokens* up to *stop_tokens*, as ``DeviceJob`` wants them; None:
+                there are none.
             skip_tokens: how many P holds.
             num_tokens: how many the slab holds.
+            stop_tokens: where what P wants ends; None: with the slab.
             verify: whether to sum.
             stream_of: the stream to use on a device; None: it has none.
             after: events that the move waits for; None: all that the current stream was given until now.
@@ -138,14 +141,18 @@ class DeviceScatter:
         self._sources = tuple(planes)
         self._slots = slots
         self._skip_tokens = skip_tokens
+        self._stop_tokens = num_tokens if stop_tokens is None else stop_tokens
         self._num_tokens = num_tokens
         self._verify = verify
         self._stream = stream_of(pool.device)
         is_elsewhere = self._sources[0].device != pool.device
         self._source_stream = stream_of(self._sources[0].device) if is_elsewhere else None
         self._widths = [plane.numel() // num_tokens for plane in self._sources]
-        # The cut is inside a word: the head cannot be summed without the tail.
-        self._is_whole = verify and any(width * skip_tokens % WORD_BYTES for width in self._widths)
+        # A cut is inside a word: what is before it cannot be summed without what is behind it.
+        cuts_tokens = {skip_tokens, self._stop_tokens} - {num_tokens}
+        self._is_whole = verify and any(
+            width * tokens % WORD_BYTES for width in self._widths for tokens in cuts_tokens
+        )
         self._private = private if is_elsewhere or self._is_whole else None
         self._groups = self._plan_groups()
         self._jobs: list[tuple[DeviceJob, Sequence[int]]] = []
@@ -203,13 +210,13 @@ class DeviceScatter:
     ) -> DeviceJob | None:
         if self._slots is None:
             return None
-        tails = [
-            place[self._skip_tokens * self._widths[index] :]
+        moved = [
+            place[self._skip_tokens * self._widths[index] : self._stop_tokens * self._widths[index]]
             for place, index in zip(places, group, strict=True)
         ]
         has_sums = self._verify and not self._is_whole
         job = self._make_job(
-            self._pool, self._slots, tails, checksum=has_sums, stream=self._stream, after=after, part=group
+            self._pool, self._slots, moved, checksum=has_sums, stream=self._stream, after=after, part=group
         )
         self._jobs.append((job, group))
         return job
@@ -298,16 +305,24 @@ class DeviceScatter:
             for place, index in zip(places, group, strict=True):
                 place.copy_(self._sources[index], non_blocking=True)
                 yield place.numel()
-        yield from self._sum_heads(group, places)
+        yield from self._sum_still(group, places)
         if job is not None:
             job.step(job.bytes_total)
             yield job.bytes_total
 
-    def _sum_heads(self, group: Sequence[int], places: Sequence[torch.Tensor]) -> Iterator[int]:
-        """Sum what no job sums: the tokens that P holds, or all."""
-        num_tokens = self._num_tokens if self._is_whole else self._skip_tokens
-        if not self._verify or not num_tokens:
+    def _sum_still(self, group: Sequence[int], places: Sequence[torch.Tensor]) -> Iterator[int]:
+        """Sum what no job sums: the tokens that P holds and those that it does not want, or all."""
+        if not self._verify:
             return
+        ranges = [(0, self._skip_tokens), (self._stop_tokens, self._num_tokens)]
+        for first, last in [(0, self._num_tokens)] if self._is_whole else ranges:
+            if first < last:
+                yield from self._sum_range(group, places, first, last)
+
+    def _sum_range(
+        self, group: Sequence[int], places: Sequence[torch.Tensor], first: int, last: int
+    ) -> Iterator[int]:
+        """Sum tokens ``[first, last)``; *first* is at a whole word of every plane."""
         by_width: dict[int, list[int]] = {}
         for at, index in enumerate(group):
             by_width.setdefault(self._widths[index], []).append(at)
@@ -315,8 +330,8 @@ class DeviceScatter:
             token_bytes = width * len(members)
             step_tokens = max(_GRANULE_TOKENS, align_down(SUMMED_BYTES // token_bytes, _GRANULE_TOKENS))
             total: torch.Tensor | None = None
-            for start in range(0, num_tokens, step_tokens):
-                stop = min(start + step_tokens, num_tokens)
+            for start in range(first, last, step_tokens):
+                stop = min(start + step_tokens, last)
                 parts = [places[at][start * width : stop * width] for at in members]
                 sums = sum_parts(parts, start * width // WORD_BYTES)
                 total = sums if total is None else total + sums
@@ -335,12 +350,13 @@ class DeviceScatter:
         totals = [(0, 0)] * len(self._widths)
         for summed, group in self._summed:
             for index, (sum0, sum1) in zip(group, summed.tolist(), strict=True):
-                totals[index] = (sum0, sum1)
+                still0, still1 = totals[index]
+                totals[index] = (still0 + sum0, still1 + sum1)
         for job, group in self._jobs:
             # There are none where all was summed here.
-            for index, (tail0, tail1) in zip(group, job.checksums, strict=False):
-                head0, head1 = totals[index]
-                # The tail's positions start at 1; this moves them behind the head's.
+            for index, (moved0, moved1) in zip(group, job.checksums, strict=False):
+                still0, still1 = totals[index]
+                # The positions of what was moved start at 1; this puts them where they are in the plane.
                 skipped_words = self._widths[index] * self._skip_tokens // WORD_BYTES
-                totals[index] = (head0 + tail0, head1 + tail1 + skipped_words * tail0)
+                totals[index] = (still0 + moved0, still1 + moved1 + skipped_words * moved0)
         return tuple((sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in totals)

@@ -16,9 +16,10 @@ _MOD: Final = 1 << 64
 
 
 class HostScatter:
-    """Scatters the tokens of a shard that are missing, and sums all of them.
+    """Scatters the tokens of a shard that are wanted, and sums all of them.
 
-    Tokens before *skip_tokens* are in the pool already: they are summed where they lie and not moved.
+    Tokens before *skip_tokens* are in the pool already, and those from *stop_tokens* on are not wanted: they
+    are summed where they lie and not moved.
 
     Attributes:
         is_launched: never: what a step has moved is moved.
@@ -39,54 +40,66 @@ class HostScatter:
         skip_tokens: int,
         num_tokens: int,
         *,
+        stop_tokens: int | None = None,
         verify: bool,
     ) -> None:
         self._verify = verify
+        stop_tokens = num_tokens if stop_tokens is None else stop_tokens
         strides_bytes = [plane.numel() // num_tokens for plane in planes]
-        skips_bytes = [width * skip_tokens for width in strides_bytes]
+        cuts_bytes = [(width * skip_tokens, width * stop_tokens) for width in strides_bytes]
         self._whole: tuple[PlaneChecksum, ...] | None = None
-        if any(skip_bytes % WORD_BYTES for skip_bytes in skips_bytes):
-            # The cut is inside a word: sum and scatter a private copy, so that what is summed is used.
+        if any(_is_inside_word(plane, cuts) for plane, cuts in zip(planes, cuts_bytes, strict=True)):
+            # A cut is inside a word: sum and scatter a private copy, so that what is summed is used.
             planes = [plane.clone() for plane in planes]
             self._whole = tuple(plane_checksum(plane) for plane in planes) if verify else ()
-        self._head_sums = [ChecksumAccumulator() for _ in planes]
-        heads = [plane[:skip] for plane, skip in zip(planes, skips_bytes, strict=True)]
-        self._todo = _chunks(self._head_sums, heads if verify and self._whole is None else ())
-        self._next_head = next(self._todo, None)
-        self._skips_bytes = skips_bytes
-        tails = [plane[skip:] for plane, skip in zip(planes, skips_bytes, strict=True)]
-        self._job = None if slots is None else make_job(pool, slots, tails, checksum=verify)
+        self._still_sums = [ChecksumAccumulator() for _ in planes]
+        still = verify and self._whole is None
+        self._todo = _chunks(self._still_sums, planes if still else (), cuts_bytes)
+        self._next_still = next(self._todo, None)
+        self._skips_bytes = [skip_bytes for skip_bytes, _ in cuts_bytes]
+        moved = [plane[skip:stop] for plane, (skip, stop) in zip(planes, cuts_bytes, strict=True)]
+        self._job = None if slots is None else make_job(pool, slots, moved, checksum=verify)
 
     def step(self, max_bytes: int) -> bool:
         """Sum or move some bytes, at least one piece; return whether all were."""
         done_bytes = 0
-        while self._next_head is not None:
+        while self._next_still is not None:
             if done_bytes >= max_bytes:
                 return False
-            sums, chunk = self._next_head
-            sums.add(chunk)
+            sums, chunk, first_word = self._next_still
+            sums.add(chunk, first_word)
             done_bytes += chunk.numel()
-            self._next_head = next(self._todo, None)
+            self._next_still = next(self._todo, None)
         return self._job is None or self._job.step(max_bytes - done_bytes)
 
     def checksums(self) -> tuple[PlaneChecksum, ...]:
         """Return the checksum of every plane, shape [num_planes]."""
         if self._whole is not None:
             return self._whole
-        tails = self._job.checksums if self._job is not None else ((0, 0),) * len(self._head_sums)
+        moved = self._job.checksums if self._job is not None else ((0, 0),) * len(self._still_sums)
         sums: list[PlaneChecksum] = []
-        for head, tail, skip_bytes in zip(self._head_sums, tails, self._skips_bytes, strict=True):
-            head0, head1 = head.value
-            # The tail's positions start at 1; this moves them behind the head's.
-            moved1 = tail[1] + skip_bytes // WORD_BYTES * tail[0]
-            sums.append(((head0 + tail[0]) % _MOD, (head1 + moved1) % _MOD))
+        for still, part, skip_bytes in zip(self._still_sums, moved, self._skips_bytes, strict=True):
+            still0, still1 = still.value
+            # The positions of what was moved start at 1; this puts them where they are in the plane.
+            moved1 = part[1] + skip_bytes // WORD_BYTES * part[0]
+            sums.append(((still0 + part[0]) % _MOD, (still1 + moved1) % _MOD))
         return tuple(sums)
 
 
+def _is_inside_word(plane: torch.Tensor, cuts_bytes: Sequence[int]) -> bool:
+    """Return whether a cut that is not the plane's end divides a checksum word."""
+    return any(cut_bytes % WORD_BYTES for cut_bytes in cuts_bytes if cut_bytes != plane.numel())
+
+
 def _chunks(
-    sums: Sequence[ChecksumAccumulator], planes: Sequence[torch.Tensor]
-) -> Iterator[tuple[ChecksumAccumulator, torch.Tensor]]:
-    for accumulator, plane in zip(sums, planes, strict=False):
-        if plane.numel():
-            for chunk in torch.split(plane, CHUNK_BYTES):
-                yield accumulator, chunk
+    sums: Sequence[ChecksumAccumulator],
+    planes: Sequence[torch.Tensor],
+    cuts_bytes: Sequence[tuple[int, int]],
+) -> Iterator[tuple[ChecksumAccumulator, torch.Tensor, int]]:
+    """Yield what lies outside the cuts of each plane, in order, and the word that it starts with."""
+    for accumulator, plane, (skip_bytes, stop_bytes) in zip(sums, planes, cuts_bytes, strict=False):
+        for start_bytes, part in ((0, plane[:skip_bytes]), (stop_bytes, plane[stop_bytes:])):
+            at_bytes = start_bytes
+            for chunk in torch.split(part, CHUNK_BYTES) if part.numel() else ():
+                yield accumulator, chunk, at_bytes // WORD_BYTES
+                at_bytes += chunk.numel()

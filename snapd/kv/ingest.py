@@ -24,6 +24,7 @@ from snapd.kv.devicejob import Streams
 from snapd.kv.devicescatter import PrivateMemory
 from snapd.kv.devicewarm import warm_up
 from snapd.kv.ingestjob import STEP_BYTES, IngestJob, IngestTimes, KVOwner, check_places
+from snapd.kv.integrity import KeyedIntegrity, check_on_host, check_verified
 from snapd.kv.pool import KVPool
 from snapd.kv.slabs import Slabs, arena_bytes
 from snapd.layout import Namespace, fingerprint
@@ -66,10 +67,12 @@ class Ingester:
             "commit"; returns what rank 0 heard, passed on in the engine's own process group. A rank that did
             not vote ok ignores the answer, which can only be "abort".
         verify: compare checksums. Off is for the tests that show what verification is for.
+        integrity: the key that D has too: MACs are compared in place of the usual checksums. For a pool on
+            the host.
 
     Raises:
-        ConfigError: the pool is on a GPU and the rank's arena on the host, or the other way round; nothing is
-            declared.
+        ConfigError: the pool is on a GPU and the rank's arena on the host, or the other way round; there is
+            an integrity key, and the pool is on a GPU or *verify* is off. Nothing is declared.
         ConnectionProblem: the daemon cannot be asked.
         MapFailed: this process cannot map the arena.
         DeviceMemoryFull: the GPU has no memory for a small copy, or for planes of another GPU.
@@ -87,7 +90,11 @@ class Ingester:
         keep_on_missing_prefix: bool = True,
         agree: Callable[[int, bool], bool] | None = None,
         verify: bool = True,
+        integrity: KeyedIntegrity | None = None,
     ) -> None:
+        if integrity is not None:
+            check_verified(verify)
+            check_on_host(pool.device)
         self.client = client
         self.rank = rank
         self.pool = pool
@@ -98,6 +105,7 @@ class Ingester:
         self.keep_on_missing_prefix = keep_on_missing_prefix
         self.agree = agree
         self.verify = verify
+        self.integrity = integrity
         self.slabs = Slabs(client, writable=False)
         self._streams = Streams()
         self._ending: list[IngestJob] = []
@@ -149,14 +157,23 @@ class Ingester:
         token_ids: Sequence[int],
         slab_handle: int,
         *,
+        wanted_tokens: int | None = None,
+        layout_fingerprint: str = "",
         after: Sequence[torch.cuda.Event] | None = None,
     ) -> IngestJob:
         """Begin an ingest that is done in steps, for a scheduler loop that must not wait.
 
         Args:
             session_id: whose.
-            token_ids: from token 0 on, as far as the snapshot goes at least.
+            token_ids: from token 0 on, as far as the snapshot goes at least; with *wanted_tokens* as far as
+                that at least.
             slab_handle: of the attempt.
+            wanted_tokens: bring tokens before this one only; a multiple of the page size. The whole snapshot
+                is summed all the same, and it is INGESTED for good. If *token_ids* end before the snapshot
+                does, their digest cannot be compared: whoever passes this has found the snapshot by their
+                page keys, at least so far. None: all of it.
+            layout_fingerprint: of the same layout in another namespace, which was declared too; empty: of
+                the ingester's own.
             after: on a GPU, recorded events that the copy waits for: of P's forward passes, which may still
                 read slots that were given back. None: all that the current stream was given until now.
 
@@ -166,7 +183,7 @@ class Ingester:
         if after and self.pool.device.type != "cuda":
             raise InvalidRequest(f"the kv_pool is on {self.pool.device}, which has no events to wait for")
         self.reap()
-        return IngestJob(self, session_id, token_ids, slab_handle, after)
+        return IngestJob(self, session_id, token_ids, slab_handle, after, wanted_tokens, layout_fingerprint)
 
     def reap(self) -> None:
         """Give back what copies on a GPU held that were given up and have ended by now. Never waits for it.

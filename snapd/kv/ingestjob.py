@@ -20,6 +20,8 @@ from snapd.kv.checksum import checksums_equal
 from snapd.kv.devicejob import CopyInterrupted, DeviceJob, DeviceMemoryFull
 from snapd.kv.devicescatter import DeviceScatter
 from snapd.kv.hostscatter import HostScatter
+from snapd.kv.integrity import AttemptContext, mismatch_facts
+from snapd.kv.keyedscatter import KeyedScatter
 from snapd.layout import token_digest
 from snapd.mapping import AnyMappedArena
 from snapd.units import MS_PER_S, align_down
@@ -113,8 +115,11 @@ class IngestJob:
         token_ids: Sequence[int],
         slab_handle: int,
         after: Sequence[torch.cuda.Event] | None,
+        wanted_tokens: int | None = None,
+        layout_fingerprint: str = "",
     ) -> None:
         self._in = ingester
+        self._wanted_tokens = wanted_tokens
         self._session_id = session_id
         self._handle = slab_handle
         self._started_s = time.monotonic()
@@ -127,13 +132,15 @@ class IngestJob:
         self._result: SnapshotFinalizeIngestReqOutput | None = None
         self._slots: torch.Tensor | None = None
         self._is_locked = False
-        self._scatter: HostScatter | DeviceScatter | None = None
+        self._scatter: HostScatter | DeviceScatter | KeyedScatter | None = None
+        self._layout_fingerprint = layout_fingerprint or ingester.layout_fingerprint
         self._arena: AnyMappedArena | None = None
         self._no: tuple[Reason, bool] = (Reason.INGEST_FAILED, True)
         self._finished: torch.cuda.Event | None = None
         self._vote: Pending[VoteRep] | None = None
         self._token_ids: Sequence[int] = ()
         self._resident_tokens = 0
+        self._used_tokens = 0
         self._votes_cast = 0
         self._has_agreed = False
         self.decision: VoteRep | None = None
@@ -143,7 +150,10 @@ class IngestJob:
         asked_s = time.monotonic()
         try:
             self._lease = ingester.client.begin_ingest(
-                slab_handle, ingester.rank, ingester.layout_fingerprint, session_id=session_id
+                slab_handle,
+                ingester.rank,
+                self._layout_fingerprint,
+                session_id=session_id,
             )
             self._epoch = ingester.client.epoch
             self._lease_end_s = asked_s + self._lease.lease_ms / MS_PER_S
@@ -270,10 +280,15 @@ class IngestJob:
 
     def _begin(self, lease: BeginIngestRep, token_ids: Sequence[int]) -> None:
         end_tokens = lease.token_start + lease.num_tokens
-        self._token_ids = token_ids[:end_tokens]
-        if len(token_ids) < end_tokens or token_digest(self._token_ids) != lease.token_digest:
+        # Where less is wanted, tokens that end before the snapshot does were matched by page keys.
+        is_matched = self._wanted_tokens is not None and len(token_ids) < end_tokens
+        wanted_tokens = end_tokens if self._wanted_tokens is None else min(self._wanted_tokens, end_tokens)
+        if len(token_ids) < wanted_tokens or not (
+            is_matched or token_digest(token_ids[:end_tokens]) == lease.token_digest
+        ):
             self._vote_no(Reason.TOKEN_MISMATCH, keep=False)
             return
+        self._token_ids = token_ids[:wanted_tokens]
         owner = self._in.owner
         resident_tokens = owner.lock_prefix(self._session_id, self._token_ids)
         self._is_locked = True
@@ -282,7 +297,7 @@ class IngestJob:
             # The suffix would land at the wrong positions.
             self._vote_no(Reason.PREFIX_NOT_RESIDENT, keep=self._in.keep_on_missing_prefix)
             return
-        missing_tokens = end_tokens - self._resident_tokens
+        missing_tokens = wanted_tokens - self._resident_tokens
         if missing_tokens > 0:
             self._slots = owner.allocate(missing_tokens)
             if self._slots is None:
@@ -293,17 +308,31 @@ class IngestJob:
         self._arena = self._in.slabs.arena(lease.grant.rank, self._epoch)
         planes = self._in.slabs.planes(lease.grant, lease.num_tokens, self._epoch)
         self._bytes = sum(plane.numel() for plane in planes)
+        self._used_tokens = max(0, wanted_tokens - lease.token_start)
         skip_tokens = min(lease.num_tokens, self._resident_tokens - lease.token_start)
-        self._scatter = self._new_scatter(planes, skip_tokens, lease.num_tokens)
+        stop_tokens = max(skip_tokens, self._used_tokens)
+        self._scatter = self._new_scatter(planes, skip_tokens, stop_tokens, lease.num_tokens)
         self._phase = _Phase.SCATTER
 
     def _new_scatter(
-        self, planes: Sequence[torch.Tensor], skip_tokens: int, num_tokens: int
-    ) -> HostScatter | DeviceScatter:
+        self, planes: Sequence[torch.Tensor], skip_tokens: int, stop_tokens: int, num_tokens: int
+    ) -> HostScatter | DeviceScatter | KeyedScatter:
         pool, copies, verify = self._in.pool, self._in.copies, self._in.verify
+        if self._in.integrity is not None:
+            macs = self._in.integrity.accepted_macs(self._context(), len(planes))
+            return KeyedScatter(
+                pool, planes, self._slots, skip_tokens, num_tokens, stop_tokens=stop_tokens, macs=macs
+            )
         if not copies.is_async:
             return HostScatter(
-                copies.scatter, pool, planes, self._slots, skip_tokens, num_tokens, verify=verify
+                copies.scatter,
+                pool,
+                planes,
+                self._slots,
+                skip_tokens,
+                num_tokens,
+                stop_tokens=stop_tokens,
+                verify=verify,
             )
         return DeviceScatter(
             cast("Callable[..., DeviceJob]", copies.scatter),
@@ -312,11 +341,33 @@ class IngestJob:
             self._slots,
             skip_tokens,
             num_tokens,
+            stop_tokens=stop_tokens,
             verify=verify,
             stream_of=self._in.stream_of,
             after=self._after,
             private=self._in.private,
         )
+
+    def _context(self) -> AttemptContext:
+        """Return what D's MACs must be bound to: what this rank asked for, and the lease says of it."""
+        return AttemptContext(
+            epoch=self._epoch,
+            slab_handle=self._handle,
+            rank=self._in.rank,
+            layout_fingerprint=self._layout_fingerprint,
+            token_start=self._lease.token_start,
+            num_tokens=self._lease.num_tokens,
+            token_digest=self._lease.token_digest,
+        )
+
+    def _differing_planes(self) -> list[int]:
+        """Return the planes of which P read other bytes than D committed."""
+        if isinstance(self._scatter, KeyedScatter):
+            return self._scatter.differing(self._lease.checksums)
+        if not self._in.verify:
+            return []
+        assert self._scatter is not None
+        return checksums_equal(self._lease.checksums, self._scatter.checksums())
 
     def _step_scatter(self, max_bytes: int) -> None:
         assert self._scatter is not None
@@ -332,11 +383,19 @@ class IngestJob:
             self._scatter_s += time.monotonic() - started_s
         if not is_done:
             return
-        if self._in.verify and checksums_equal(self._lease.checksums, self._scatter.checksums()):
+        differing = self._differing_planes()
+        if differing:
             if time.monotonic() >= self._lease_end_s:
                 # Others may write there by now: nothing is known of the snapshot.
                 self._vote_no(Reason.LEASE_EXPIRED, keep=True)
             else:
+                _log.warning(
+                    "a snapshot's bytes are not those that D committed; nothing of it is used",
+                    session_id=self._session_id,
+                    slab_handle=self._handle,
+                    rank=self._in.rank,
+                    **mismatch_facts(self._in.integrity, len(differing), self._in.layout.num_planes),
+                )
                 self._vote_no(Reason.CHECKSUM_MISMATCH, keep=False)
             return
         self._voted_s = time.monotonic()
@@ -458,7 +517,7 @@ class IngestJob:
         self._arena = None
         is_ok = reason is Reason.OK
         self._result = SnapshotFinalizeIngestReqOutput(
-            ok=is_ok, reason=reason, num_tokens=self._lease.num_tokens if is_ok else 0
+            ok=is_ok, reason=reason, num_tokens=self._used_tokens if is_ok else 0
         )
         # All of it is done, once, whatever the owner raises on the way.
         with contextlib.ExitStack() as stack:

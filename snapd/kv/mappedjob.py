@@ -4,14 +4,14 @@ Source: design, section 8.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from snapd.calls import Grant
 from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest, TransportError
-from snapd.kv.checksum import PlaneChecksum, plane_checksum
+from snapd.kv.checksum import PlaneChecksum, PlaneSums, plane_checksum
 from snapd.kv.control import Attempts, ClientControl
 from snapd.kv.copy import GatherJob
 from snapd.kv.pool import KVPool
@@ -30,6 +30,7 @@ class MappedJob(GrantedJob):
         slabs: the mapped arenas.
         pools: by rank.
         slots: of the tokens that are sent, shape [num_tokens].
+        sums_for: keyed sums for a rank's planes; None of it: the usual checksum.
     """
 
     _control: ClientControl
@@ -45,8 +46,10 @@ class MappedJob(GrantedJob):
         slabs: Slabs,
         pools: dict[int, KVPool],
         slots: torch.Tensor,
+        sums_for: Callable[[int], Sequence[PlaneSums] | None],
     ) -> None:
         self._slabs = slabs
+        self._sums_for = sums_for
         self._pools = pools
         self._slots = slots
         self._gather: GatherJob | None = None
@@ -64,7 +67,8 @@ class MappedJob(GrantedJob):
         started_s = time.monotonic()
         if self._gather is None:
             planes = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
-            self._gather = GatherJob(self._pools[rank_grant.rank], self._slots, planes)
+            sums = self._sums_for(rank_grant.rank)
+            self._gather = GatherJob(self._pools[rank_grant.rank], self._slots, planes, sums=sums)
         is_gathered = self._gather.step(max_bytes)
         self._gather_s += time.monotonic() - started_s
         if not is_gathered:
@@ -87,6 +91,7 @@ class MappedPlanesJob(GrantedJob):
         grant, layout, control, attempts, started_s: see ``GrantedJob``.
         slabs: the mapped arenas.
         planes, checksums: see ``Pusher.push_planes``.
+        sums_for: see ``MappedJob``.
     """
 
     _control: ClientControl
@@ -102,8 +107,10 @@ class MappedPlanesJob(GrantedJob):
         slabs: Slabs,
         planes: Mapping[int, Sequence[torch.Tensor]],
         checksums: Mapping[int, Sequence[PlaneChecksum]] | None,
+        sums_for: Callable[[int], Sequence[PlaneSums] | None],
     ) -> None:
         self._slabs = slabs
+        self._sums_for = sums_for
         self._planes = planes
         self._checksums = checksums
         self._rank_index = 0
@@ -122,11 +129,7 @@ class MappedPlanesJob(GrantedJob):
         target = self._slabs.planes(rank_grant, grant.num_tokens, grant.epoch)
         if [plane.numel() for plane in source] != [plane.numel() for plane in target]:
             raise InvalidRequest(f"rank {rank_grant.rank}: the planes are not those of the layout")
-        sums = (
-            self._checksums[rank_grant.rank]
-            if self._checksums
-            else [plane_checksum(plane) for plane in source]
-        )
+        sums = self._sums_of(source, rank_grant.rank)
         arena = self._slabs.arena(rank_grant.rank, grant.epoch)
         writer = ShmWriter(arena)
         ticket = writer.submit(few_writes(source, target, arena.address, rank_grant.extents))
@@ -136,6 +139,14 @@ class MappedPlanesJob(GrantedJob):
         self._rank_index += 1
         if self._rank_index == len(grant.ranks):
             self._succeed(drained=True)
+
+    def _sums_of(self, source: Sequence[torch.Tensor], rank: int) -> Sequence[PlaneChecksum]:
+        keyed = self._sums_for(rank)
+        if keyed is not None:
+            for sums, plane in zip(keyed, source, strict=True):
+                sums.add(plane)
+            return [sums.value for sums in keyed]
+        return self._checksums[rank] if self._checksums else [plane_checksum(plane) for plane in source]
 
     def _stop(self) -> dict[int, bool]:
         return {rank_grant.rank: True for rank_grant in self.grant.ranks}

@@ -8,6 +8,7 @@ Everything can be done in bounded steps, so that a scheduler loop need not wait 
 Source: design, section 8.
 """
 
+import contextlib
 import time
 import weakref
 from collections import deque
@@ -23,17 +24,19 @@ from snapd.errors import (
     ConfigError,
     ConnectionProblem,
     ExtraMissing,
+    InvalidRequest,
     LayoutMismatch,
     Reason,
     RequestError,
     TransportError,
 )
-from snapd.kv.checksum import PlaneChecksum
+from snapd.kv.checksum import PlaneChecksum, PlaneSums
 from snapd.kv.control import Attempts, ClientControl, NotifyControl, PrepareRequest, PushControl
 from snapd.kv.devicemapped import DeviceMappedJob
 from snapd.kv.devicepush import GpuSide, check_planes
 from snapd.kv.devicestaged import DeviceGather
 from snapd.kv.flights import Flights
+from snapd.kv.integrity import KeyedIntegrity, check_on_host, context_of
 from snapd.kv.keeper import KEEPER, Remains
 from snapd.kv.mappedjob import MappedJob, MappedPlanesJob
 from snapd.kv.pool import KVPool
@@ -43,6 +46,7 @@ from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource, check_
 from snapd.kv.stagedjob import RingFor, SourceFor, StagedJob
 from snapd.kv.staging import Ring, StagingRing
 from snapd.kv.writers import WriterFor, Writers, mooncake_writers
+from snapd.kvevents.hashes import BlockHasher, pack_block_hashes, pack_token_ids
 from snapd.layout import Namespace, fingerprint, page_keys, token_digest
 from snapd.mapping import MapFailed
 from snapd.mooncakeconfig import MooncakeConfig
@@ -53,7 +57,7 @@ __all__ = ["NotifyControl", "PushJob", "PushResult", "PushSettings", "Pusher"]
 
 STEP_BYTES: Final = 64 * MIB
 # What a push that cannot begin ends with.
-_REFUSALS: Final = (RequestError, ConnectionProblem, TransportError, ConfigError, ExtraMissing)
+REFUSALS: Final = (RequestError, ConnectionProblem, TransportError, ConfigError, ExtraMissing)
 
 
 class Pusher:
@@ -72,10 +76,16 @@ class Pusher:
         settings: pieces, staging memory, retries.
         mooncake: D's part of it; protocol and metadata server are always the daemon's.
         send_page_keys: let P find the snapshot by prefix too.
+        send_token_ids: give the daemon the token ids for its KV events, where it publishes any.
+        block_hashes: names the pages in KV events as this process's engine does, from the session id, the
+            token ids and the page size in tokens: one number a whole page. None: the daemon names them.
+        integrity: the key that P has too: MACs are committed in place of the usual checksums. For pools on
+            the host.
         writer_for: makes the writers, in place of those of the daemon's transport.
         clock: seconds, monotonic.
 
     Raises:
+        ConfigError: there is an integrity key, and a pool is on a GPU.
         LayoutMismatch: the pools differ.
         InvalidRequest: the ring has no room for a piece (on a GPU for two), or only some pools are on a GPU.
     """
@@ -89,6 +99,9 @@ class Pusher:
         settings: PushSettings = PushSettings(),  # noqa: B008 - frozen
         mooncake: MooncakeConfig = MooncakeConfig(),  # noqa: B008 - frozen
         send_page_keys: bool = True,
+        send_token_ids: bool = False,
+        block_hashes: BlockHasher | None = None,
+        integrity: KeyedIntegrity | None = None,
         writer_for: WriterFor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,13 +110,19 @@ class Pusher:
             raise LayoutMismatch(
                 f"the pools of {len(pools)} ranks have {len(layouts)} layouts; one is wanted"
             )
+        if integrity is not None:
+            check_on_host(*(pool.device for pool in pools.values()))
+        self.integrity = integrity
         self.layout = layouts.pop()
         self.layout_fingerprint = fingerprint(self.layout)
         self.control: PushControl = ClientControl(client) if isinstance(client, Client) else client
         self.pools = dict(sorted(pools.items()))
         self.settings = settings
         self._send_page_keys = send_page_keys
-        self._slabs = Slabs(client, writable=True) if isinstance(client, Client) else None
+        self._send_token_ids = send_token_ids
+        self._block_hashes = block_hashes
+        control = self.control
+        self._slabs = Slabs(control.client, writable=True) if isinstance(control, ClientControl) else None
         self._attempts = Attempts(self.control)
         self._clock = clock
         self._is_always_staged = writer_for is not None
@@ -176,6 +195,7 @@ class Pusher:
             RequestError: refused; ``BufferFull`` says when to try again.
             ConnectionProblem: the daemon cannot be asked.
         """
+        for_events, names = self._for_events(session_id, token_ids, token_start)
         return self.control.prepare(
             PrepareRequest(
                 session_id=session_id,
@@ -187,8 +207,30 @@ class Pusher:
                 ranks=tuple(self.pools),
                 use_resident_hint=use_resident_hint,
                 is_only_writer=True,
+                token_ids=for_events,
+                block_hashes=names,
             )
         )
+
+    def _for_events(self, session_id: str, token_ids: Sequence[int], token_start: int) -> tuple[bytes, bytes]:
+        """Return what the daemon wants for its KV events, packed: token ids, and names of the pages.
+
+        Token ids that no event can hold are left out: they are no reason to refuse a push.
+        """
+        if not self._send_token_ids and self._block_hashes is None:
+            return b"", b""
+        hello = self.control.hello()
+        if hello.kv_events is None:
+            return b"", b""
+        told, names = b"", b""
+        if self._send_token_ids:
+            with contextlib.suppress(InvalidRequest):
+                told = pack_token_ids(token_ids[token_start : token_start + hello.kv_events.token_ids_max])
+        if self._block_hashes is not None:
+            with contextlib.suppress(InvalidRequest):
+                hashes = self._block_hashes(session_id, token_ids, self.layout.page_size_tokens)
+                names = pack_block_hashes(hashes[: hello.page_keys_max])
+        return told, names
 
     def _page_keys(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the keys of the first pages, as many as the daemon takes."""
@@ -263,9 +305,15 @@ class Pusher:
         slots = self._check_slots(slots, len(token_ids))
         events = self._gpus.events(after)
         started_s = time.monotonic()
+
+        def prepare() -> Grant:
+            return self.prepare(
+                session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
+            )
+
         try:
-            hello, grant = self._ask(session_id, token_ids, token_start, use_resident_hint)
-        except _REFUSALS as error:
+            hello, grant = self._ask(prepare)
+        except REFUSALS as error:
             return RefusedJob(error)
         return self._job(hello, grant, slots[grant.token_start :], started_s, events)
 
@@ -287,7 +335,7 @@ class Pusher:
         started_s = time.monotonic()
         try:
             hello = self._hello()
-        except _REFUSALS as error:
+        except REFUSALS as error:
             return RefusedJob(error)
         return self._job(hello, grant, slots, started_s, events)
 
@@ -299,19 +347,9 @@ class Pusher:
             pool.check_slots(slots, num_tokens)
         return slots
 
-    def _ask(
-        self,
-        session_id: str,
-        token_ids: Sequence[int],
-        token_start: int,
-        use_resident_hint: bool,
-        *,
-        of_planes: bool = False,
-    ) -> tuple[HelloRep, Grant]:
+    def _ask(self, prepare: Callable[[], Grant], *, of_planes: bool = False) -> tuple[HelloRep, Grant]:
         hello = self._hello(of_planes=of_planes)
-        grant = self.prepare(
-            session_id, token_ids, token_start=token_start, use_resident_hint=use_resident_hint
-        )
+        grant = prepare()
         if hello.epoch != grant.epoch:
             # It was restarted between the two, and may have other arenas now.
             try:
@@ -378,15 +416,24 @@ class Pusher:
         if self._is_staged(hello):
 
             def gather(rank_grant: RankGrant, offsets: list[int]) -> StagedSource:
-                pool = self.pools[rank_grant.rank]
-                return StagedGatherJob(pool, slots, offsets, rank_grant.extents, self.settings.piece_bytes)
+                pool, sums = self.pools[rank_grant.rank], self._sums_for(grant, rank_grant.rank)
+                piece_bytes = self.settings.piece_bytes
+                return StagedGatherJob(pool, slots, offsets, rank_grant.extents, piece_bytes, sums)
 
             return self._staged_job(hello, grant, gather, started_s)
         assert isinstance(self.control, ClientControl) and self._slabs is not None
         return MappedJob(
             grant, self.layout, self.control, self._attempts, started_s,
             slabs=self._slabs, pools=self.pools, slots=slots,
+            sums_for=lambda rank: self._sums_for(grant, rank),
         )  # fmt: skip
+
+    def _sums_for(self, grant: Grant, rank: int) -> Sequence[PlaneSums] | None:
+        """Return what makes the MACs of a rank's planes; None: the usual checksum is made."""
+        if self.integrity is None:
+            return None
+        context = context_of(grant, rank, self.layout_fingerprint)
+        return self.integrity.macs(context, self.layout.num_planes)
 
     def _gpu_job(
         self,
@@ -458,15 +505,22 @@ class Pusher:
             session_id: the conversation.
             token_ids: all its tokens from the first on.
             planes: by rank; uint8 on the CPU, shape [(len(token_ids) - token_start) * stride_bytes] each.
-            checksums: of the planes, by rank; computed here when missing.
+            checksums: of the planes, by rank; computed here when missing. The usual ones: a MAC is of the
+                attempt, which does not exist before.
             token_start: the first token of the planes.
+
+        Raises:
+            InvalidRequest: there are checksums, and an integrity key; nothing was asked of the daemon.
         """
+        if checksums is not None and self.integrity is not None:
+            raise InvalidRequest("with an integrity key planes are summed here: leave the checksums out")
         started_s = time.monotonic()
         try:
             hello, grant = self._ask(
-                session_id, token_ids, token_start, use_resident_hint=False, of_planes=True
+                lambda: self.prepare(session_id, token_ids, token_start=token_start, use_resident_hint=False),
+                of_planes=True,
             )
-        except _REFUSALS as error:
+        except REFUSALS as error:
             return refused(error)
         if self._is_staged(hello):
 
@@ -477,6 +531,7 @@ class Pusher:
                     rank_grant.extents,
                     self.settings.piece_bytes,
                     checksums[rank_grant.rank] if checksums else None,
+                    self._sums_for(grant, rank_grant.rank),
                 )
 
             return _finished(self._staged_job(hello, grant, copy, started_s)).result
@@ -484,6 +539,7 @@ class Pusher:
         job = MappedPlanesJob(
             grant, self.layout, self.control, self._attempts, started_s,
             slabs=self._slabs, planes=planes, checksums=checksums,
+            sums_for=lambda rank: self._sums_for(grant, rank),
         )  # fmt: skip
         return _finished(job).result
 

@@ -20,7 +20,14 @@ import torch
 
 from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest
-from snapd.kv.checksum import CHUNK_BYTES, WORD_BYTES, ChecksumAccumulator, PlaneChecksum, check_plane
+from snapd.kv.checksum import (
+    CHUNK_BYTES,
+    WORD_BYTES,
+    ChecksumAccumulator,
+    PlaneChecksum,
+    PlaneSums,
+    check_plane,
+)
 from snapd.kv.copy import Gathers, Piece
 from snapd.kv.pool import KVPool
 from snapd.units import align_down
@@ -264,6 +271,8 @@ class StagedGatherJob(_Pieces, Gathers):
         plane_offsets_bytes: where each plane starts in the arena.
         extents: of the slab.
         piece_bytes: the longest piece.
+        sums: keyed ones, one a plane. They are made of bytes that are not in a buffer yet: a transport has
+            that registered, so others may write there.
 
     Raises:
         InvalidRequest: something does not fit; nothing moved.
@@ -278,9 +287,11 @@ class StagedGatherJob(_Pieces, Gathers):
         plane_offsets_bytes: Sequence[int],
         extents: Sequence[Extent],
         piece_bytes: int,
+        sums: Sequence[PlaneSums] | None = None,
     ) -> None:
         sizes, plans = plan_gather(pool, slots.numel(), plane_offsets_bytes, extents, piece_bytes)
-        super().__init__(pool, slots, checksum=True)
+        super().__init__(pool, slots, checksum=True, sums=sums)
+        self._is_part_own = sums is None
         self._lay_out(sizes, plans)
 
     def _parts_of(self, plan: PiecePlan, buffer: torch.Tensor) -> Iterator[tuple[int, Piece, torch.Tensor]]:
@@ -353,6 +364,7 @@ class StagedCopyJob(_Pieces):
         extents: of the slab.
         piece_bytes: the longest piece.
         checksums: of the planes; None: they are summed on the way.
+        sums: keyed ones, one a plane, in place of *checksums*; made of the planes, not of a buffer.
 
     Raises:
         InvalidRequest: something does not fit; nothing moved.
@@ -365,6 +377,7 @@ class StagedCopyJob(_Pieces):
         extents: Sequence[Extent],
         piece_bytes: int,
         checksums: Sequence[PlaneChecksum] | None = None,
+        sums: Sequence[PlaneSums] | None = None,
     ) -> None:
         for index, plane in enumerate(planes):
             check_plane(plane, f"plane {index}")
@@ -372,7 +385,10 @@ class StagedCopyJob(_Pieces):
             raise InvalidRequest(f"piece_bytes is {piece_bytes}; {CUT_BYTES} are wanted at least")
         self._planes = tuple(planes)
         self._given = None if checksums is None else tuple(checksums)
-        self._sums = () if checksums is not None else tuple(ChecksumAccumulator() for _ in planes)
+        self._is_keyed = sums is not None
+        self._sums: tuple[PlaneSums, ...] = tuple(sums or ())
+        if checksums is None and sums is None:
+            self._sums = tuple(ChecksumAccumulator() for _ in planes)
         sizes = [plane.numel() for plane in planes]
         self.bytes_total = sum(sizes)
         self.bytes_done = 0
@@ -403,5 +419,6 @@ class StagedCopyJob(_Pieces):
         source_address = self._planes[plane_index].data_ptr() + piece.start
         ctypes.memmove(part.data_ptr(), source_address, part.numel())
         if self._sums:
-            self._sums[plane_index].add(part, piece.start // WORD_BYTES)
+            own = self._planes[plane_index][piece.start : piece.stop] if self._is_keyed else part
+            self._sums[plane_index].add(own, piece.start // WORD_BYTES)
         self.bytes_done += part.numel()

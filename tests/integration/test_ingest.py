@@ -230,6 +230,89 @@ def test_a_corrupt_byte_at_the_cut_is_noticed(daemon: Any, kind: str) -> None:
         assert pair.tree.inserts == ["s"]
 
 
+# --- a part of a snapshot ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mha", "odd", "mha, pages", "odd, pages"])
+@pytest.mark.parametrize("held", [0, 16])
+def test_a_prompt_that_shares_a_prefix_gets_that_prefix_only(daemon: Any, kind: str, held: int) -> None:
+    with paired(daemon, KINDS[kind]) as pair:
+        if held:
+            first_turn(pair, "s", held)
+        result = pair.push("s", tokens_of(75), use_resident_hint=False)
+        (job,) = [x.start("s", tokens_of(48), result.slab_handle, wanted_tokens=48) for x in pair.ingesters]
+        (answer,) = finish_all([job])
+        assert (answer.ok, answer.num_tokens) == (True, 48)
+        assert job.times.bytes == 75 * pair.token_bytes, "all of it is read"
+        assert pair.tree.tokens("s") == tokens_of(48)
+        assert pair.tree.allocations[-1] == 48 - held
+        assert pair.view(result.slab_handle).state is State.INGESTED
+        assert pair.is_all_free()
+
+
+def test_of_a_prefix_that_p_holds_already_nothing_is_moved(daemon: Any) -> None:
+    with paired(daemon) as pair:
+        first_turn(pair, "s", 48)
+        result = pair.push("s", tokens_of(75), use_resident_hint=False)
+        job = pair.ingesters[0].start("s", tokens_of(32), result.slab_handle, wanted_tokens=32)
+        (answer,) = finish_all([job])
+        assert (answer.ok, answer.num_tokens) == (True, 32)
+        assert pair.tree.inserts == ["s"] and pair.tree.tokens("s") == tokens_of(48)
+
+
+@pytest.mark.parametrize("kind", ["mha", "odd"])
+@pytest.mark.parametrize("at", [9, 40, 48, 74])
+def test_a_corrupt_byte_anywhere_in_the_snapshot_is_noticed_when_a_part_is_wanted(
+    daemon: Any, kind: str, at: int
+) -> None:
+    with paired(daemon, KINDS[kind]) as pair:
+        handle = pair.ready("s", tokens_of(75))
+        width = pair.pusher.layout.k_stride_bytes[0]
+        corrupt_plane(daemon, pair, handle, at * width)
+        job = pair.ingesters[0].start("s", tokens_of(48), handle, wanted_tokens=48)
+        (answer,) = finish_all([job])
+        assert (answer.ok, answer.reason) == (False, Reason.CHECKSUM_MISMATCH)
+        assert not pair.tree.inserts
+
+
+@pytest.mark.parametrize("asked", [(*tokens_of(74), 5), tokens_of(47)], ids=["digest", "too few"])
+def test_tokens_that_can_be_compared_are_compared_when_a_part_is_wanted(
+    daemon: Any, asked: Sequence[int]
+) -> None:
+    with paired(daemon) as pair:
+        handle = pair.ready("s", tokens_of(75))
+        job = pair.ingesters[0].start("s", asked, handle, wanted_tokens=48)
+        (answer,) = finish_all([job])
+        assert (answer.ok, answer.reason) == (False, Reason.TOKEN_MISMATCH)
+        assert pair.tree.allocations == []
+
+
+def test_a_part_before_the_suffix_is_none(daemon: Any) -> None:
+    with paired(daemon) as pair:
+        first_turn(pair, "s", 48)
+        suffix = pair.push("s", tokens_of(75))
+        job = pair.ingesters[0].start("s", tokens_of(32), suffix.slab_handle, wanted_tokens=32)
+        (answer,) = finish_all([job])
+        assert (answer.ok, answer.num_tokens) == (True, 0)
+        assert pair.tree.tokens("s") == tokens_of(48)
+
+
+def test_an_ingest_may_name_another_namespace_of_the_same_layout(daemon: Any) -> None:
+    with paired(daemon) as pair:
+        salted = Namespace(cache_salt="a", tenant="of its own")
+        own = Pusher(pair.d, pair.d_pools, salted)
+        pair.ps[0].declare_layout(0, own.layout)
+        pair._truth[0, "s"] = [plane.rows[pair.slots(40)].clone() for plane in pair.d_pools[0].planes]
+        handle = own.push("s", tokens_of(40), pair.slots(40)).slab_handle
+        wrong = pair.ingesters[0].start("s", tokens_of(40), handle)
+        assert wrong.result.reason is Reason.LAYOUT_MISMATCH
+        right = pair.ingesters[0].start(
+            "s", tokens_of(40), handle, layout_fingerprint=own.layout_fingerprint
+        )
+        assert finish_all([right])[0].ok
+        own.close()
+
+
 def test_a_prefix_of_other_tokens_is_not_taken_for_the_sessions(daemon: Any) -> None:
     """The session went back and answered anew: what P holds is equal up to where they part."""
     with paired(daemon) as pair:

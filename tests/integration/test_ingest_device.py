@@ -122,6 +122,18 @@ def test_a_corrupt_byte_is_noticed_in_what_p_holds_and_at_the_cut(
         assert pair.tree.inserts == ["s"] and pair.tree.tokens("s") == tokens_of(had)
 
 
+@pytest.mark.parametrize("kind", ["mha", "odd", "mha, pages", "odd, pages"])
+def test_a_prompt_that_shares_a_prefix_gets_that_prefix_only(
+    daemon: Any, device: FakeDevice, kind: str
+) -> None:
+    with paired(daemon, KINDS[kind]) as pair:
+        handle = pair.ready("s", tokens_of(75))
+        job = pair.ingesters[0].start("s", tokens_of(48), handle, wanted_tokens=48)
+        assert finish_all([job])[0].num_tokens == 48
+        assert pair.tree.tokens("s") == tokens_of(48)
+        assert pair.view(handle).state is State.INGESTED
+
+
 def test_without_verification_what_p_lacks_is_moved_all_the_same(daemon: Any, device: FakeDevice) -> None:
     with paired(daemon, ODD, verify=False) as pair:
         first_turn(pair, "s", 37)

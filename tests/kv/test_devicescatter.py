@@ -67,6 +67,7 @@ def new_scatter(
     kind: Callable[..., Any] = TorchScatterJob,
     private: PrivateMemory | None = None,
     stream: Any = None,
+    stop_tokens: int | None = None,
 ) -> tuple[list[torch.Tensor], DeviceScatter]:
     targets = stores.poisoned()
     scatter = DeviceScatter(
@@ -76,6 +77,7 @@ def new_scatter(
         slots,
         skip_tokens,
         planes[0].numel() // stores.widths[0],
+        stop_tokens=stop_tokens,
         verify=verify,
         stream_of=lambda device: stream,
         after=None,
@@ -118,6 +120,37 @@ def test_what_is_moved_and_summed_is_what_the_host_does(
     if verify:
         assert scatter.checksums() == tuple(plane_checksum(plane) for plane in planes) == host.checksums()
     assert scatter.is_launched and scatter.is_idle and scatter.finished is None
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("skip_tokens", "stop_tokens"), [(0, 1), (0, 40), (5, 16), (8, 75), (16, 76), (9, 9)])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
+def test_what_is_not_wanted_is_summed_and_not_moved(
+    monkeypatch: pytest.MonkeyPatch, widths: list[int], skip_tokens: int, stop_tokens: int, verify: bool
+) -> None:
+    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
+    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 5_000)
+    stores = Stores(widths, 128)
+    planes = planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0)
+    wanted = stop_tokens - skip_tokens
+    slots = slots_of("random", 128, wanted) if wanted else None
+    targets, scatter = scatter_into(stores, planes, slots, skip_tokens, verify, stop_tokens=stop_tokens)
+    host_targets = stores.poisoned()
+    host_pool = stores.pool(host_targets)
+    host = HostScatter(
+        ScatterJob, host_pool, planes, slots, skip_tokens, 77, stop_tokens=stop_tokens, verify=verify
+    )
+    while not host.step(1):
+        pass
+    assert all(torch.equal(one, other) for one, other in zip(targets, host_targets, strict=True))
+    for place, plane, width in zip(host_pool.planes, planes, widths, strict=True):
+        moved = plane.view(77, width)[skip_tokens:stop_tokens]
+        assert slots is None or torch.equal(place.rows[slots], moved)
+        untouched = torch.ones(128, dtype=torch.bool)
+        untouched[[] if slots is None else slots] = False
+        assert len(place.rows[untouched].unique()) == 1, "poison, and nothing else"
+    if verify:
+        assert scatter.checksums() == tuple(plane_checksum(plane) for plane in planes) == host.checksums()
 
 
 def test_private_memory_is_bounded_unless_one_plane_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
