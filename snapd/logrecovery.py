@@ -18,7 +18,7 @@ import msgspec
 from snapd.core.events import FINAL_STATES, State
 from snapd.core.records import DaemonStarted, DaemonStopped, Record, SessionTransition, SyncOutcome
 from snapd.errors import Reason
-from snapd.eventlog import Line, decode_line
+from snapd.eventlog import Line, UnknownLine, decode_line
 from snapd.logfile import rotated_path
 from snapd.units import KIB, MIB, MS_PER_S
 
@@ -213,9 +213,10 @@ class _Reading:
         self._stopped = False
 
     def take(self, raw: bytes) -> None:
-        # Most lines are told apart by their first bytes, and never decoded.
+        # Most lines are told apart by their first bytes, and never decoded. The first one of an epoch is: one
+        # that was cut off begins none.
         match = _HEADER.match(raw)
-        if match is not None:
+        if match is not None and match[2] == self._raw_epoch:
             ts, epoch, event = match.groups()
             self._note(epoch, ts)
             decoder = _mattering.get(event)
@@ -227,8 +228,9 @@ class _Reading:
                 return
         else:
             line = decode_line(raw)
-            if isinstance(line, Line):
+            if isinstance(line, Line | UnknownLine):
                 self._note(line.header.epoch.encode(), line.header.ts)
+            if isinstance(line, Line):
                 self._apply(line.record, line.header.ts)
 
     def result(self) -> FormerEpoch | None:

@@ -155,6 +155,37 @@ def test_a_stop_that_is_the_last_whole_line_is_seen_behind_a_fragment(tmp_path: 
     assert read_open_attempts(str(tmp_path / "log"), KEEP) is None
 
 
+@pytest.mark.parametrize("left_bytes", [90, -2])
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_an_epoch_whose_first_line_was_cut_off_never_was(
+    tmp_path: Path, is_stopped: bool, left_bytes: int
+) -> None:
+    """Readers pass over what is torn, so nobody else knows that epoch either."""
+    path = tmp_path / "log"
+    write(path, "e1", started(), step(1, "RESERVED"), *([stopped()] if is_stopped else []))
+    whole_bytes = path.stat().st_size
+    write(path, "e2", started("e1", 1))
+    os.truncate(path, (whole_bytes if left_bytes > 0 else path.stat().st_size) + left_bytes)
+    former = read_open_attempts(str(path), KEEP)
+    if is_stopped:
+        assert former is None
+    else:
+        assert former is not None and former.epoch == "e1"
+        assert keys(former) == [("e1", 1, "RESERVED")]
+    write(path, "e3", started(), step(2, "RESERVED"))
+    assert keys(read_open_attempts(str(path), KEEP))[-1:] == [("e3", 2, "RESERVED")]
+
+
+def test_an_epoch_of_which_only_unknown_lines_are_there_was(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    write(path, "e1", started(), step(1, "RESERVED"))
+    with path.open("ab") as file:
+        file.write(b'{"ts":9.0,"at_ns":1,"seq":1,"epoch":"e2","event":"of.a.later.version","more":1}\n')
+    former = read_open_attempts(str(path), KEEP)
+    assert former is not None and (former.epoch, former.ended_ts) == ("e2", 9.0)
+    assert keys(former) == [("e1", 1, "RESERVED")]
+
+
 def test_a_stop_in_the_middle_ends_what_was_before_it_only(tmp_path: Path) -> None:
     write(tmp_path / "log", "e1", started(), step(1, "RESERVED"), stopped())
     write(tmp_path / "log", "e2", started(), step(2, "RESERVED"))
@@ -237,7 +268,7 @@ def test_lines_that_cannot_matter_are_not_decoded(tmp_path: Path, monkeypatch: p
     decoded: list[bytes] = []
     monkeypatch.setattr(logrecovery, "decode_line", lambda raw: (decoded.append(raw), decode_line(raw))[1])
     assert keys(read_open_attempts(str(tmp_path / "log"), KEEP)) == [("e1", 1, "RESERVED")]
-    assert len(decoded) == 1  # the last line, to see whether it is a stop
+    assert len(decoded) == 2  # the last line, to see whether it is a stop, and the first of the epoch
 
 
 def test_lines_in_another_form_are_understood(tmp_path: Path) -> None:
