@@ -5,16 +5,24 @@ PYTHON ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo bench schemas docs soak clean
+.PHONY: help setup test lint format demo bench schemas docs soak test-vllm test-sglang clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: ## Make .venv with everything for development; does nothing when it is up to date
 	@PYTHON='$(PYTHON)' tools/setup.sh
 
 test: setup ## Run the tests
 	$(BIN)/pytest
+
+test-vllm: ## Make .venv-vllm, and run real vLLM engines with the daemon between them
+	@PYTHON='$(PYTHON)' tools/setup_engine.sh vllm
+	.venv-vllm/bin/python -m pytest -p no:cacheprovider tests/engines/vllm tests/engines/test_support.py tests/engines/test_kv_events_classes.py
+
+test-sglang: ## Make .venv-sglang, and run real SGLang engines with the daemon between them
+	@PYTHON='$(PYTHON)' tools/setup_engine.sh sglang
+	.venv-sglang/bin/python -m pytest -p no:cacheprovider tests/engines/sglang tests/engines/test_kv_events_classes.py
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

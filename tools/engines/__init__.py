@@ -1,0 +1,1 @@
+"""What tests and tools need around engines that are made for GPUs."""
