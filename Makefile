@@ -8,7 +8,7 @@ BIN := .venv/bin
 .PHONY: help setup test lint format demo bench schemas docs soak test-vllm test-sglang clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: ## Make .venv with everything for development; does nothing when it is up to date
 	@PYTHON='$(PYTHON)' tools/setup.sh
