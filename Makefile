@@ -18,7 +18,9 @@ test: setup ## Run the tests
 
 test-vllm: ## Make .venv-vllm, and run real vLLM engines with the daemon between them
 	@PYTHON='$(PYTHON)' tools/setup_engine.sh vllm
-	.venv-vllm/bin/python -m pytest -p no:cacheprovider tests/engines/vllm tests/engines/test_support.py tests/engines/test_kv_events_classes.py
+	.venv-vllm/bin/python -m pytest -p no:cacheprovider tests/engines/vllm/test_vllm_connector.py tests/engines/test_kv_events_classes.py
+	.venv-vllm/bin/python -m tools.check_vllm
+	.venv-vllm/bin/python -m tools.check_vllm_ranks
 
 test-sglang: ## Make .venv-sglang, and run real SGLang engines with the daemon between them
 	@PYTHON='$(PYTHON)' tools/setup_engine.sh sglang

@@ -69,7 +69,7 @@ main() {
     touch "$unfinished"
     # The constraints of both lists: what they disagree on, pip refuses.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -c "$requirements" -c constraints-dev.txt -e . pytest pytest-asyncio pytest-timeout ||
+        -c "$requirements" -c constraints-dev.txt -e . hypothesis pytest pytest-asyncio pytest-timeout ||
         fail "pip could not install the package beside $name; see above."
     install_libraries
     printf '%s\n' "${want[@]}" >"$stamp"

@@ -306,9 +306,7 @@ def test_an_ingest_may_name_another_namespace_of_the_same_layout(daemon: Any) ->
         handle = own.push("s", tokens_of(40), pair.slots(40)).slab_handle
         wrong = pair.ingesters[0].start("s", tokens_of(40), handle)
         assert wrong.result.reason is Reason.LAYOUT_MISMATCH
-        right = pair.ingesters[0].start(
-            "s", tokens_of(40), handle, layout_fingerprint=own.layout_fingerprint
-        )
+        right = pair.ingesters[0].start("s", tokens_of(40), handle, layout_fingerprint=own.layout_fingerprint)
         assert finish_all([right])[0].ok
         own.close()
 

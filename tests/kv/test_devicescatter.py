@@ -123,28 +123,26 @@ def test_what_is_moved_and_summed_is_what_the_host_does(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(("skip_tokens", "stop_tokens"), [(0, 1), (0, 40), (5, 16), (8, 75), (16, 76), (9, 9)])
+@pytest.mark.parametrize(("skip", "stop"), [(0, 1), (0, 40), (5, 16), (8, 75), (16, 76), (9, 9)])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
 def test_what_is_not_wanted_is_summed_and_not_moved(
-    monkeypatch: pytest.MonkeyPatch, widths: list[int], skip_tokens: int, stop_tokens: int, verify: bool
+    monkeypatch: pytest.MonkeyPatch, widths: list[int], skip: int, stop: int, verify: bool
 ) -> None:
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
     monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 5_000)
     stores = Stores(widths, 128)
     planes = planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0)
-    wanted = stop_tokens - skip_tokens
+    wanted = stop - skip
     slots = slots_of("random", 128, wanted) if wanted else None
-    targets, scatter = scatter_into(stores, planes, slots, skip_tokens, verify, stop_tokens=stop_tokens)
+    targets, scatter = scatter_into(stores, planes, slots, skip, verify, stop_tokens=stop)
     host_targets = stores.poisoned()
     host_pool = stores.pool(host_targets)
-    host = HostScatter(
-        ScatterJob, host_pool, planes, slots, skip_tokens, 77, stop_tokens=stop_tokens, verify=verify
-    )
+    host = HostScatter(ScatterJob, host_pool, planes, slots, skip, 77, stop_tokens=stop, verify=verify)
     while not host.step(1):
         pass
     assert all(torch.equal(one, other) for one, other in zip(targets, host_targets, strict=True))
     for place, plane, width in zip(host_pool.planes, planes, widths, strict=True):
-        moved = plane.view(77, width)[skip_tokens:stop_tokens]
+        moved = plane.view(77, width)[skip:stop]
         assert slots is None or torch.equal(place.rows[slots], moved)
         untouched = torch.ones(128, dtype=torch.bool)
         untouched[[] if slots is None else slots] = False
