@@ -19,15 +19,15 @@ DOCS: Final = Path(__file__).parent
 NAVIGATION: Final = {
     "Begin": ("start", "concepts", "deployment"),
     "Engines": ("engines-sglang", "engines-vllm", "kv-events", "transports", "gpu"),
-    "Operating": ("operating", "reasons", "troubleshooting", "metrics", "top", "reliability", "security"),
+    "Operating": (
+        "operating", "reasons", "troubleshooting", "metrics", "top", "bounds", "reliability", "security",
+    ),
     "Looking back": ("forensics", "forensics-page", "forensics-proof", "replay", "simulation"),
     "Reference": ("reference-config", "reference-wire", "reference-log", "state-machine"),
     "Inside": ("design-notes", "benchmarks", "benchmarks-control", "changelog"),
-}
+}  # fmt: skip
 # What may be there or not; the others are always there.
-OPTIONAL: Final = frozenset({
-    "engines-sglang", "engines-vllm", "kv-events", "top", "reliability", "simulation",
-})  # fmt: skip
+OPTIONAL: Final = frozenset({"engines-sglang", "engines-vllm", "simulation"})
 
 project = "snapd"
 author = "The snapd authors"

@@ -34,7 +34,9 @@ _SHOWN_LIMITS: Final = (
     "watch_queue_max", "frame_bytes_max", "frame_timeout_ms", "reply_buffer_bytes_max",
     "requests_in_flight_max", "reserve_timeout_ms", "transfer_timeout_ms", "transfer_min_mb_per_s",
     "ready_ttl_ms", "lease_ms", "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max",
-    "log_queue_lines_max", "log_rotate_bytes", "log_rotate_keep",
+    "log_queue_lines_max", "log_rotate_bytes", "log_rotate_keep", "kv_events_token_ids_max",
+    "kv_events_pages_max", "kv_events_queue_bytes_max", "kv_events_buffer_batches",
+    "kv_events_buffer_bytes_max",
 )  # fmt: skip
 
 OPEN_STATES: Final = frozenset(e.State) - e.FINAL_STATES

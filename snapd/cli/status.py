@@ -25,13 +25,19 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from snapd.core.session import ArenaView
-    from snapd.wire import MooncakeStatistics, StatsRep
+    from snapd.wire import KVEventStatistics, MooncakeStatistics, StatsRep
 
 _BAR_CELLS: Final = 50
 # Live and in use, evictable, quarantined, free.
 _BLOCKS: Final = ("█", "▒", "▚", "·")
 _ASCII: Final = ("#", "=", "x", ".")
 _STYLES: Final = ("green", "cyan", "yellow", "dim")
+# Why a READY snapshot was not told to routers, and what to do about it.
+UNPUBLISHED_HELP: Final = {
+    "no-hashes": "D sends neither page keys nor block hashes; see send_page_keys and block_hashes of Pusher.",
+    "pages-max": "More pages are told than fit. Raise kv_events_pages_max.",
+    "queue-full": "More waits to be sent than fits. Raise kv_events_queue_bytes_max.",
+}
 
 
 @click.command(
@@ -46,7 +52,7 @@ Examples:
 @click.option("--limits", is_flag=True, help="Show the configured bounds too, and Mooncake's settings.")
 @json_option
 def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
-    """Show arenas, open attempts, how attempts ended, and the log's health.
+    """Show arenas, open attempts, how attempts ended, the log's health, and what routers are told.
 
     With --json everything is one object; ok_rate is the share of attempts and refusals that ended with P
     having the snapshot, or null before the first has ended.
@@ -67,6 +73,8 @@ def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
     _show_attempts(stats)
     _show_outcomes(stats)
     _show_log(stats)
+    if stats.kv_events:
+        _show_kv_events(stats.kv_events)
     if limits:
         _show_limits(stats)
 
@@ -203,6 +211,25 @@ def _show_log(stats: "StatsRep") -> None:
     if log.write_errors:
         last = printable(log.last_error) or "unknown"
         say(f"log: {plural(log.write_errors, 'write error')}, the last: {last}", "bold red")
+
+
+def _show_kv_events(events: "KVEventStatistics") -> None:
+    replays = f", replays at {events.replay_address}" if events.replay_address else ""
+    say(f"kv events at {events.address}{replays}")
+    say(
+        f"kv events: {plural(events.snapshots, 'snapshot')} with {plural(events.pages, 'page')} told, "
+        f"{plural(events.batches, 'message')} sent, {format_bytes(events.queued_bytes)} queued"
+    )
+    for why, count in events.unpublished.items():
+        if count:
+            say(f"kv events: {plural(count, 'READY snapshot')} not told, {printable(why)}", "bold yellow")
+            say_note(UNPUBLISHED_HELP.get(why, reason_help(why)), indent=2)
+    if events.facts_dropped:
+        dropped = plural(events.facts_dropped, "attempt")
+        say(f"kv events: of {dropped} token ids or block hashes were not kept", "bold yellow")
+        say_note(UNPUBLISHED_HELP["queue-full"], indent=2)
+    if events.send_errors:
+        say(f"kv events: {plural(events.send_errors, 'message')} that ZeroMQ did not take", "bold red")
 
 
 def _show_limits(stats: "StatsRep") -> None:

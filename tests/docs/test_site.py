@@ -123,9 +123,9 @@ def test_an_optional_page_is_in_the_navigation_when_it_is_there(
 ) -> None:
     conf = _conf()
     monkeypatch.setattr(conf, "DOCS", tmp_path)
-    assert not re.search(r"^(top|simulation)$", conf.navigation(), re.MULTILINE)
-    (tmp_path / "top.md").write_text("# Top\n")
-    assert re.search(r"^top$", conf.navigation(), re.MULTILINE)
+    assert not re.search(r"^(engines-vllm|simulation)$", conf.navigation(), re.MULTILINE)
+    (tmp_path / "engines-vllm.md").write_text("# vLLM\n")
+    assert re.search(r"^engines-vllm$", conf.navigation(), re.MULTILINE)
     assert not re.search(r"^simulation$", conf.navigation(), re.MULTILINE)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from shown import DOCS, PROJECT
 
+from snapd.cli.status import UNPUBLISHED_HELP
+
 PAGE = (DOCS / "troubleshooting.md").read_text()
 # Where text that differs from case to case stands in a message.
 HOLE = "\0"
@@ -89,3 +91,8 @@ def test_every_warning_is_on_the_page_and_every_kind_there_is_one() -> None:
                     kinds.add(node.args[position].value)
     assert "bad frame" in kinds
     assert {kind for row in _rows("Warnings on stderr") for kind in _code(row[0])} == kinds
+
+
+def test_every_reason_not_to_tell_routers_is_on_the_page() -> None:
+    shown = {name for row in _rows("A router does not find the snapshots") for name in _code(row[0])}
+    assert shown == set(UNPUBLISHED_HELP)

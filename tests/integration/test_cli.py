@@ -16,21 +16,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from daemon_process import DaemonProcess, clean_environment
 
 from snapd import __version__
 from snapd.cli.main import COMMANDS, run
 from snapd.cli.show import newest, timeline
-from snapd.cli.status import bar_cells
+from snapd.cli.status import UNPUBLISHED_HELP, _show_kv_events, bar_cells
 from snapd.cli.watch import json_line, text_line
 from snapd.client import Client
-from snapd.config import load
+from snapd.config import Config, load
 from snapd.core.events import State
 from snapd.core.session import ArenaView
 from snapd.errors import REASON_HELP, Draining, Reason
+from snapd.kvevents.observer import WHYS
 from snapd.layout import Layout
-from snapd.wire import WatchLost
+from snapd.wire import KVEventStatistics, WatchLost
 
 LAYOUT = Layout(k_stride_bytes=(256,) * 2, v_stride_bytes=(256,) * 2)
 NUM_TOKENS = 64
@@ -225,6 +227,62 @@ def test_status_json_is_one_object_with_every_key(
     assert status["log"]["dropped"] == 0
     assert status["limits"]["lease_ms"] == 10_000
     assert "type" not in status and "id" not in status
+
+
+def test_status_limits_shows_every_bound_timeout_and_buffer_of_the_configuration(at: tuple[str, str]) -> None:
+    numbers = {
+        field.name
+        for field in msgspec.structs.fields(Config)
+        if type(field.default) is int
+        # How memory is cut up, and a number for routers: they bound nothing.
+        and field.name not in ("alignment_bytes", "register_piece_bytes", "kv_events_data_parallel_rank")
+    }
+    assert len(numbers) > 30
+    assert json.loads(good("status", *at, "--json"))["limits"].keys() == numbers
+    shown = good("status", *at, "--limits")
+    assert [name for name in sorted(numbers) if not re.search(rf"^{name} +\d", shown, re.MULTILINE)] == []
+
+
+def test_status_shows_what_routers_are_told_and_why_not(start_daemon: Callable[..., DaemonProcess]) -> None:
+    address = "tcp://127.0.0.1:0"
+    daemon = start_daemon(kv_events_address=address, kv_events_replay_address=address)
+    at = ("--socket", str(daemon.socket_path))
+    assert not re.search("not told|not kept|not take", good("status", *at))
+    workers = Workers(daemon.socket_path)
+    workers.commit("a")
+    workers.client.close()
+    text = good("status", *at)
+    assert re.search(
+        r"^kv events at tcp://127\.0\.0\.1:\d+, replays at tcp://127\.0\.0\.1:\d+$", text, re.MULTILINE
+    )
+    assert "kv events: 0 snapshots with 0 pages told, " in text
+    assert "kv events: 1 READY snapshot not told, no-hashes\n  D sends neither" in text
+    assert json.loads(good("status", *at, "--json"))["kv_events"]["unpublished"]["no-hashes"] == 1
+
+
+def test_every_reason_not_to_tell_routers_has_its_help() -> None:
+    assert tuple(UNPUBLISHED_HELP) == WHYS
+
+
+def test_status_shows_what_of_kv_events_was_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = dict.fromkeys(
+        ("batches", "stored_pages", "removed_pages", "snapshots", "pages", "queued_bytes", "buffered_batches",
+         "replays", "bad_requests"), 0,
+    )  # fmt: skip
+    events = KVEventStatistics(
+        address="tcp://127.0.0.1:5557", replay_address="", topic="", medium="CPU", facts_dropped=2,
+        send_errors=3, unpublished={"later-reason": 1}, **numbers,
+    )  # fmt: skip
+    _show_kv_events(events)
+    text = capsys.readouterr().out
+    assert "kv events at tcp://127.0.0.1:5557\n" in text
+    assert "of 2 attempts token ids or block hashes were not kept" in text
+    assert "3 messages that ZeroMQ did not take" in text
+    assert "later-reason\n  A reason that this version does not know" in text
+
+
+def test_no_kv_events_no_word_of_them(at: tuple[str, str]) -> None:
+    assert "kv events" not in good("status", *at)
 
 
 def test_status_has_ascii_bars_where_the_encoding_has_no_blocks(at: tuple[str, str]) -> None:

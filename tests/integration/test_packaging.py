@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (
     "CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "README.zh.md",
     "constraints-dev.txt", "deploy",
-    "docs", "pyproject.toml", "schemas", "snapd", "tests", "tools",
+    "docs", "examples", "pyproject.toml", "schemas", "snapd", "tests", "tools",
 )  # fmt: skip
 BUILD = "from setuptools import build_meta as b; b.build_{kind}({directory!r})"
 RUN_S = 60.0
