@@ -26,8 +26,6 @@ NAVIGATION: Final = {
     "Reference": ("reference-config", "reference-wire", "reference-log", "state-machine"),
     "Inside": ("design-notes", "benchmarks", "benchmarks-control", "changelog"),
 }  # fmt: skip
-# What may be there or not; the others are always there.
-OPTIONAL: Final = frozenset({"engines-sglang", "engines-vllm", "simulation"})
 
 project = "snapd"
 author = "The snapd authors"
@@ -55,19 +53,13 @@ _FROM: Final = re.compile(r"<!-- from: (\S+) (.*?) -->.*?<!-- from: end -->", re
 _DIAGRAM: Final = re.compile(r"```mermaid\n.*?```", re.DOTALL)
 
 
-def pages(names: tuple[str, ...]) -> list[str]:
-    """Return those of *names* that are there."""
-    return [name for name in names if name not in OPTIONAL or (DOCS / f"{name}.md").exists()]
-
-
 def navigation() -> str:
-    """Return the navigation as directives: one captioned list a part, empty parts left out."""
-    parts = []
-    for caption, names in NAVIGATION.items():
-        if listed := pages(names):
-            lines = ["```{toctree}", f":caption: {caption}", ":maxdepth: 1", "", *listed, "```"]
-            parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    """Return the navigation as directives: one captioned list a part."""
+    lists = (
+        "\n".join(("```{toctree}", f":caption: {caption}", ":maxdepth: 1", "", *names, "```"))
+        for caption, names in NAVIGATION.items()
+    )
+    return "\n\n".join(lists)
 
 
 def section(path: str, heading: str) -> str:

@@ -108,33 +108,18 @@ def loads(page: str) -> list[str]:
 # --- the navigation ------------------------------------------------------------------------------
 
 
-def test_every_page_is_in_the_navigation_once_and_only_optional_ones_may_be_missing() -> None:
+def test_every_page_is_in_the_navigation_once() -> None:
     conf = _conf()
     names = [name for names in conf.NAVIGATION.values() for name in names]
-    there = {path.stem for path in DOCS.glob("*.md")} - {conf.root_doc}
-    assert len(names) == len(set(names))
-    assert there <= set(names)
-    assert set(names) - conf.OPTIONAL <= there
-    assert set(names) >= conf.OPTIONAL
+    assert sorted(names) == sorted({path.stem for path in DOCS.glob("*.md")} - {conf.root_doc})
+    assert all(re.search(rf"^{re.escape(name)}$", conf.navigation(), re.MULTILINE) for name in names)
 
 
-def test_an_optional_page_is_in_the_navigation_when_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conf = _conf()
-    monkeypatch.setattr(conf, "DOCS", tmp_path)
-    assert not re.search(r"^(engines-vllm|simulation)$", conf.navigation(), re.MULTILINE)
-    (tmp_path / "engines-vllm.md").write_text("# vLLM\n")
-    assert re.search(r"^engines-vllm$", conf.navigation(), re.MULTILINE)
-    assert not re.search(r"^simulation$", conf.navigation(), re.MULTILINE)
-
-
-def test_the_first_page_leads_to_every_page_that_is_always_there() -> None:
+def test_the_first_page_leads_to_every_page() -> None:
     conf = _conf()
     linked = set(re.findall(r"\]\(([\w-]+)\.md\)", (DOCS / "index.md").read_text()))
-    always = {name for names in conf.NAVIGATION.values() for name in names} - conf.OPTIONAL
     # The page on benchmarks leads to that one.
-    assert linked | {"benchmarks-control"} >= always
+    assert linked | {"benchmarks-control"} >= {name for names in conf.NAVIGATION.values() for name in names}
 
 
 # --- the build -----------------------------------------------------------------------------------
@@ -201,11 +186,6 @@ def test_links_in_parts_of_other_files_lead_from_where_the_pages_are() -> None:
     assert "](transports.md)" in part
     assert "](../CHANGELOG.md)" in part
     assert "](docs/" not in part
-
-
-def test_a_page_that_is_not_optional_is_never_left_out() -> None:
-    """The build fails then, and says which is missing."""
-    assert _conf().pages(("no-such-page",)) == ["no-such-page"]
 
 
 def test_a_part_that_is_not_there_is_an_error() -> None:
