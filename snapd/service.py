@@ -8,7 +8,9 @@ Source: design, section 5.
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, cast
+
+import msgspec
 
 from snapd import __version__
 from snapd import wire as w
@@ -430,7 +432,8 @@ class Service:
             num_tokens=result.num_tokens,
             token_start=result.token_start,
             token_digest=result.token_digest,
-            checksums=result.checksums,
+            # As they are kept: they need not become numbers again to be sent.
+            checksums=cast("e.PlaneChecksums", msgspec.Raw(result.packed_checksums)),
             grant=self._rank_grant(result.layout, result.shard),
         )
 

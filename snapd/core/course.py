@@ -13,7 +13,7 @@ from snapd.core.books import Books
 from snapd.core.events import FINAL_STATES, State
 from snapd.core.fsm import STATE_TIMER
 from snapd.core.quarantine import Quarantine
-from snapd.core.session import Lease, Session, Shard, pack_checksums, transfer_time_ns
+from snapd.core.session import Lease, Session, Shard, transfer_time_ns
 from snapd.errors import InvariantBroken, Reason
 from snapd.units import NS_PER_MS, ms_to_ns
 
@@ -46,7 +46,7 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
 
 def _digest(checksums: e.PlaneChecksums) -> bytes:
     # The history holds very many keys, and the sums of one commit can take 13 KB.
-    return hashlib.blake2b(pack_checksums(checksums), digest_size=16).digest()
+    return hashlib.blake2b(e.pack_checksums(checksums), digest_size=16).digest()
 
 
 def _yes_key(rank: int, lease_id: int) -> tuple[object, ...]:

@@ -11,15 +11,7 @@ from snapd.core import records as r
 from snapd.core.course import Course, repeat_key
 from snapd.core.events import State
 from snapd.core.fsm import NEVER_KEPT, STATE_TIMER_REASON, TRANSFER_FAILED_REASONS, VOTE_NO_REASONS
-from snapd.core.session import (
-    STARTER,
-    Lease,
-    Session,
-    Shard,
-    pack_checksums,
-    shard_plane_offsets_bytes,
-    unpack_checksums,
-)
+from snapd.core.session import STARTER, Lease, Session, Shard, shard_plane_offsets_bytes
 from snapd.errors import Reason
 from snapd.units import ms_to_ns
 
@@ -67,7 +59,7 @@ class Lives(Course):
             self._enter(session, State.TRANSFERRING, Reason.OK)
         shard.is_committed = True
         shard.is_drained = event.drained
-        shard.packed_checksums = pack_checksums(event.checksums)
+        shard.packed_checksums = e.pack_checksums(event.checksums)
         self._books.bytes_committed += session.shard_bytes
         if all(other.is_committed for other in session.shards.values()):
             self._make_ready(session)
@@ -164,7 +156,7 @@ class Lives(Course):
                 num_tokens=session.num_tokens,
                 token_start=session.token_start,
                 token_digest=session.token_digest,
-                checksums=unpack_checksums(shard.packed_checksums),
+                packed_checksums=shard.packed_checksums,
                 layout=session.layout,
                 shard=e.ShardGrant(
                     shard.rank,

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from snapd.core.events import PlaneChecksums, Result, State
+from snapd.core.events import Result, State
 from snapd.core.eviction import PolicyName
 from snapd.core.slab import Extent
 from snapd.errors import Reason
@@ -48,20 +48,6 @@ def transfer_time_ns(num_bytes: int, min_mb_per_s: int) -> int:
     return num_bytes * NS_PER_S // (min_mb_per_s * MB)
 
 
-def pack_checksums(checksums: PlaneChecksums) -> bytes:
-    """Return the sums in a form that takes little memory: as tuples those of a hundred planes have 13 KB."""
-    return _checksums_encoder.encode(checksums)
-
-
-def unpack_checksums(packed: bytes) -> PlaneChecksums:
-    """Return the sums that were packed."""
-    return _checksums_decoder.decode(packed)
-
-
-_checksums_encoder: Final = msgspec.msgpack.Encoder()
-_checksums_decoder: Final = msgspec.msgpack.Decoder(PlaneChecksums)
-
-
 @dataclass(slots=True)
 class Lease:
     """A rank's right to read, until it has voted or *deadline_ns* has passed.
@@ -91,7 +77,7 @@ class Shard:
     Attributes:
         extents: empty once they were given up.
         is_drained: committed, and no write can still land.
-        packed_checksums: what was committed, as ``pack_checksums`` makes it; empty: nothing was.
+        packed_checksums: what was committed, as ``events.pack_checksums`` makes it; empty: nothing was.
     """
 
     rank: int
