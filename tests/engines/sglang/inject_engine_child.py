@@ -1,4 +1,4 @@
-"""A real ``sglang.Engine`` on the CPU whose scheduler pushes and ingests: ``python inject_engine_child.py TASK``.
+"""A real ``sglang.Engine`` on the CPU whose scheduler pushes and ingests: ``inject_engine_child.py TASK``.
 
 One engine is both D and P: what it computed as D is flushed and overwritten before it ingests as P. What
 happened goes to the task's ``out`` as JSON.
