@@ -92,6 +92,8 @@ class HostArena:
                 "container or the unit count too)"
             )
         self.fd = os.memfd_create(f"kv-snapd-arena-{self.rank}", flags)
+        # A memfd begins open to everybody: whoever may only read could open it anew, in /proc, to write.
+        os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, self.size_bytes)
         if prefault:
             # Without it a write to a page that cannot be had would kill the writer with SIGBUS.
@@ -107,7 +109,7 @@ class HostArena:
     def open_fd(self, *, writable: bool) -> int:
         """Return a new file descriptor for a client; without *writable* it can only be mapped for reading.
 
-        The caller closes it.
+        Root and the daemon's own user could open it anew to write; nobody else can. The caller closes it.
         """
         if writable:
             return os.dup(self.fd)

@@ -106,10 +106,16 @@ class Channel:
             return False
         return self.sock.wants_write or (self.sock.takes_output and self._exchange.next_output() is not None)
 
+    @property
+    def wants_read(self) -> bool:
+        """What comes is to be read: there is room for it, or it belongs to a handshake."""
+        return self._exchange.wants_read or (self.sock is not None and not self.sock.takes_output)
+
     def read(self) -> None:
         """Take in what has come."""
         for _ in range(READS_MAX):
-            if self._read_once() < READ_BYTES:
+            # A stream that has ended is read once more: no event tells of it.
+            if self._read_once() < READ_BYTES and not (self.sock is not None and self.sock.has_ended):
                 break
 
     def flush(self) -> None:
@@ -150,7 +156,7 @@ class Channel:
 
     def _read_once(self) -> int:
         """Read once and return how many bytes came; 0: none, or the connection has ended."""
-        if self.sock is None or not self._exchange.wants_read:
+        if self.sock is None or not self.wants_read:
             return 0
         try:
             data = self.sock.recv(READ_BYTES)
@@ -330,10 +336,12 @@ class Link:
         poller.register(self._wake, select.POLLIN)
         sock = self._channel.sock
         if sock is not None:
-            events = select.POLLIN if self.exchange.wants_read else 0
+            events = select.POLLIN if self._channel.wants_read else 0
             if self._channel.wants_write:
                 events |= select.POLLOUT
-            poller.register(sock, events)
+            if events:
+                # Else a hang-up, which is always told, would end every sleep at once, and not be read.
+                poller.register(sock, events)
         elif self.exchange.wants_connection:
             remaining_s = min(remaining_s, RETRY_S)
         self._has_leader = True
@@ -469,7 +477,7 @@ class AsyncLink:
             if self.exchange.wants_connection and self._retry is None:
                 self._retry = loop.call_later(RETRY_S, self.pump)
             return
-        wants_read = self.exchange.wants_read
+        wants_read = self._channel.wants_read
         wants_write = self._channel.wants_write
         if wants_read and not self._is_reading:
             loop.add_reader(sock.fileno(), self.pump)

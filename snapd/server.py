@@ -90,6 +90,8 @@ class Server:
         self.watchers: dict[int, Connection] = {}
         # Those of ``connections`` that came over TCP.
         self.tcp_connections: set[int] = set()
+        # How many of those each client has.
+        self.tcp_owners: Counter[str] = Counter()
         self._last_conn_id = 0
 
     def new_connection(self) -> "Connection":
@@ -235,7 +237,8 @@ class Connection(asyncio.Protocol):
 
     def _too_many(self) -> tuple[Reason, str] | None:
         connections_max = self._config.connections_max
-        if len(self._server.connections) < connections_max:
+        # Those over TCP have a bound of their own, so that they cannot keep local ones out.
+        if len(self._server.connections) - len(self._server.tcp_connections) < connections_max:
             return None
         self._server.warnings.warn("too many connections", connections_max=connections_max)
         return Reason.LIMIT_REACHED, f"{connections_max} connections are open (connections_max)"
@@ -350,9 +353,12 @@ class Connection(asyncio.Protocol):
 
     def _watch_frame(self) -> None:
         if self._splitter.is_inside_frame and self._frame_deadline is None:
-            self._frame_deadline = self._server.loop.call_later(
-                self._config.frame_timeout_ms / MS_PER_S, self._frame_timed_out
-            )
+            self._start_frame_clock()
+
+    def _start_frame_clock(self) -> None:
+        self._frame_deadline = self._server.loop.call_later(
+            self._config.frame_timeout_ms / MS_PER_S, self._frame_timed_out
+        )
 
     def _frame_timed_out(self) -> None:
         self._frame_deadline = None

@@ -233,6 +233,8 @@ class Service:
         def on_result(result: e.Result) -> None:
             if self.kv_events is not None and isinstance(result, e.Granted):
                 self.kv_events.on_grant(request, result)
+            if isinstance(result, e.Refused) and result.reason is Reason.LAYOUT_MISMATCH:
+                result = _without_others_layouts(result, caller.rights)
             caller.send(self._prepared(request.id, result))
 
         self._executor.ask(event, on_result)
@@ -503,6 +505,13 @@ def event_of(request: w.AnyRequest, conn_id: int, at_ns: int, cause_id: int) -> 
         case w.DrainReq(draining=draining):
             return e.DrainAsked(at_ns=at_ns, cause_id=cause_id, draining=draining)
     raise InvariantBroken(f"no event for {type(request).__name__}")
+
+
+def _without_others_layouts(refused: e.Refused, rights: Rights) -> e.Refused:
+    """Return *refused*; for whoever sees some tenants only, without the names of what others declared."""
+    if rights.tenants is None:
+        return refused
+    return replace(refused, detail="no P of this tenant has declared this layout for these ranks")
 
 
 def _unexpected(request_id: int, result: e.Result) -> w.ErrorRep:

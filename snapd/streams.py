@@ -34,9 +34,11 @@ class Stream(Protocol):
 
     Attributes:
         is_established: the daemon is there. What goes wrong before means that it cannot be reached.
+        has_ended: all that will ever come was read; the next ``recv`` says so.
     """
 
     is_established: bool
+    has_ended: bool
 
     @property
     def wants_write(self) -> bool:
@@ -74,6 +76,7 @@ class PlainStream:
 
     wants_write = False
     takes_output = True
+    has_ended = False
 
     def __init__(self, sock: socket.socket, *, is_established: bool) -> None:
         self.is_established = is_established
@@ -102,6 +105,7 @@ class TlsStream:
         import ssl
 
         self.is_established = False
+        self.has_ended = False
         self._sock = sock
         self._want_read = ssl.SSLWantReadError
         self._ends = (ssl.SSLZeroReturnError, ssl.SSLEOFError)
@@ -145,7 +149,6 @@ class TlsStream:
         if not self._is_shaken:
             self._shake()
         parts: list[bytes] = []
-        is_over = False
         while self._is_shaken:
             try:
                 part = self._tls.read(_READ_BYTES)
@@ -154,7 +157,7 @@ class TlsStream:
             except self._ends:
                 part = b""
             if not part:
-                is_over = True
+                self.has_ended = True
                 break
             parts.append(part)
         # An answer of TLS's own, such as to a key update.
@@ -163,7 +166,7 @@ class TlsStream:
         if parts:
             self.is_established = True
             return b"".join(parts)
-        if is_over:
+        if self.has_ended:
             if not self.is_established:
                 raise ConnectionResetError("the daemon hung up after the handshake")
             return b""
@@ -244,10 +247,10 @@ def open_tcp(address: TcpAddress, resolver: Resolver) -> Stream:
         BlockingIOError: the host's address is not known yet; try again.
         OSError, ValueError: it cannot be known, or the files of TLS cannot be read.
     """
-    context = client_context(address.tls) if address.tls is not None else None
     found = resolver.take()
     if found is None:
         raise BlockingIOError
+    context = client_context(address.tls) if address.tls is not None else None
     family, where = found
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

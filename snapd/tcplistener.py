@@ -28,6 +28,9 @@ _BACKLOG: Final = 256
 _ACCEPT_RETRY_S: Final = 0.1
 # One address may have this part of all handshakes under way.
 _SHARE_OF_HANDSHAKES: Final = 4
+# One client may have this part of all connections.
+_SHARE_OF_CONNECTIONS: Final = 2
+_NAMES_MAX: Final = 64
 # A peer's host may vanish without a word; it is found out about in a minute or so.
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -39,6 +42,20 @@ _KEEPALIVE: Final = (
 )
 
 
+class _ServerTls(ssl.SSLObject):
+    """A server's side of TLS that takes a certificate which cannot be read for a failed handshake.
+
+    Names in it may be no UTF-8. The loop would take what Python then raises for a bug, and the daemon end.
+    """
+
+    def getpeercert(self, binary_form: bool = False) -> Any:
+        """Return the client's certificate; what is wrong with it is an ``ssl.SSLError``."""
+        try:
+            return super().getpeercert(binary_form)
+        except ValueError as error:
+            raise ssl.SSLError(f"the client's certificate cannot be read: {error}") from None
+
+
 def server_context(config: Config) -> ssl.SSLContext | None:
     """Return how TLS is spoken: 1.3, and with certificates on both sides. None: it is not.
 
@@ -48,6 +65,7 @@ def server_context(config: Config) -> ssl.SSLContext | None:
     if not config.tls_certificate_path:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslobject_class = _ServerTls
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     # A client that comes again is looked at again: its certificate may have been withdrawn.
@@ -67,14 +85,17 @@ def server_context(config: Config) -> ssl.SSLContext | None:
 
 
 def names_of(certificate: "dict[str, Any] | None") -> list[str]:
-    """Return the names in a certificate, as ``getpeercert`` gives it: DNS and URI, else the common name."""
+    """Return the names in a certificate, as ``getpeercert`` gives it: DNS and URI, else the common name.
+
+    The first of very many only: each is held against each rule while everybody else waits.
+    """
     if not certificate:
         return []
     names = [value for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "URI")]
-    if names:
-        return names
-    parts = (part for group in certificate.get("subject", ()) for part in group)
-    return [value for kind, value in parts if kind == "commonName"]
+    if not names:
+        parts = (part for group in certificate.get("subject", ()) for part in group)
+        names = [value for kind, value in parts if kind == "commonName"]
+    return names[:_NAMES_MAX]
 
 
 class TcpConnection(Connection):
@@ -87,9 +108,20 @@ class TcpConnection(Connection):
         self._address = address
         self._is_plain = is_plain
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Let the client in, or say why not; it must say something soon."""
+        super().connection_made(transport)
+        if not self._is_closed:
+            self._start_frame_clock()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the client."""
-        self._server.tcp_connections.discard(self.conn_id)
+        if self.conn_id in self._server.tcp_connections:
+            self._server.tcp_connections.remove(self.conn_id)
+            owners = self._server.tcp_owners
+            owners[self.rights.owner] -= 1
+            if owners[self.rights.owner] <= 0:
+                del owners[self.rights.owner]
         super().connection_lost(exc)
 
     def _identify(self) -> tuple[Reason, str] | None:
@@ -118,7 +150,13 @@ class TcpConnection(Connection):
                 Reason.LIMIT_REACHED,
                 f"{tcp_connections_max} TCP connections are open (tcp_connections_max)",
             )
+        share = max(1, tcp_connections_max // _SHARE_OF_CONNECTIONS)
+        owner = self.rights.owner
+        if self._server.tcp_owners[owner] >= share:
+            self._server.warnings.warn("too many TCP connections of one client", **self._who(), share=share)
+            return Reason.LIMIT_REACHED, f"{owner} has {share} connections open (half of tcp_connections_max)"
         tcp_connections.add(self.conn_id)
+        self._server.tcp_owners[owner] += 1
         return None
 
     def _who(self) -> dict[str, object]:

@@ -4,7 +4,7 @@ Every table is bounded: attempts by ``sessions_max``, layouts and hints by their
 the least recently used going first.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -44,7 +44,16 @@ class Directory:
         declared.ranks.add(rank)
         self.layouts.move_to_end(layout_fingerprint)
         while len(self.layouts) > self._layouts_max:
-            self.layouts.popitem(last=False)
+            self._forget_a_layout()
+
+    def _forget_a_layout(self) -> None:
+        """Forget the least recently used one of the tenant that has most, so that none drives others' out."""
+        held = Counter(declared.layout.namespace.tenant for declared in self.layouts.values())
+        most = max(held.values())
+        for name, declared in self.layouts.items():
+            if held[declared.layout.namespace.tenant] == most:
+                del self.layouts[name]
+                return
 
     def layout(self, layout_fingerprint: str) -> DeclaredLayout | None:
         """Return a declared layout, which counts as use, or None."""

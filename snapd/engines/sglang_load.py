@@ -32,6 +32,9 @@ from snapd.layout import Namespace
 
 # Requests whose pages were looked up and that were not loaded yet.
 PLANS_MAX: Final = 4_096
+# Keys of pages that were found for them, over all requests. SGLang does not tell of requests that end while
+# they wait.
+PLAN_KEYS_MAX: Final = 500_000
 # SGLang asks again for every waiting request whenever it makes up a batch.
 PLAN_FRESH_S: Final = 0.05
 WARN_S: Final = 30.0
@@ -70,6 +73,16 @@ def be_on(device: torch.device) -> None:
 
 
 class _Plan(msgspec.Struct, frozen=True):
+    """What was found for a request.
+
+    Attributes:
+        asked: how many keys it was looked up by, and the last one, which follows from those before it.
+        keys: of the pages that were found, from the first on.
+        segments: where they are.
+        made_s: when.
+    """
+
+    asked: tuple[int, str]
     keys: tuple[str, ...]
     segments: tuple[Segment, ...]
     made_s: float
@@ -130,7 +143,8 @@ class Loader:
         self._clock = clock
         self._warn = Warner(clock)
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
-        self._rest_until_s = 0.0
+        self._plan_keys = 0
+        self._is_resting = False
         self._client = Client(settings.socket_path, timeout_s=settings.timeout_s, name=f"sglang-p{rank}")
         # What is used now, and of which namespace; the keeper makes them, the scheduler only reads.
         self._made: tuple[Namespace, Ingester] | None = None
@@ -166,6 +180,7 @@ class Loader:
             try:
                 with self._connection_trouble():
                     self._make_ingester()
+                    self._is_resting = False
             except SnapdError as error:
                 self._warn("P cannot use this daemon, and computes everything", error=str(error))
             except Exception:
@@ -179,7 +194,8 @@ class Loader:
             self._rest(str(error))
 
     def _rest(self, why: str) -> None:
-        self._rest_until_s = self._clock() + self._settings.retry_s
+        # Until the keeper hears from the daemon: the scheduler waits once for one that hangs.
+        self._is_resting = True
         self._warn(
             "the daemon cannot be asked, and P computes what it might have",
             error=why, retry_s=self._settings.retry_s,
@@ -188,7 +204,7 @@ class Loader:
     def _usable(self) -> Ingester | None:
         """Return what to ask with now, or None."""
         made = self._made
-        if made is None or self._clock() < self._rest_until_s:
+        if made is None or self._is_resting:
             self.counts.resting_lookups += 1
             return None
         if made[0] != self._namespace():
@@ -205,15 +221,19 @@ class Loader:
             rid: the request.
             keys: of the pages that SGLang does not hold, in order.
         """
+        asked = (len(keys), keys[-1] if keys else "")
         plan = self._plans.get(rid)
         is_fresh = plan is not None and self._clock() < plan.made_s + PLAN_FRESH_S
-        if plan is None or not is_fresh or plan.keys != tuple(keys):
-            plan = _Plan(tuple(keys), self._cover(keys), self._clock())
-            self._plans.pop(rid, None)
+        if plan is None or not is_fresh or plan.asked != asked:
+            segments = self._cover(keys)
+            num_pages = sum(segment.num_pages for segment in segments)
+            plan = _Plan(asked, tuple(keys[:num_pages]), segments, self._clock())
+            self._take_plan(rid)
             self._plans[rid] = plan
-            if len(self._plans) > PLANS_MAX:
-                self._plans.popitem(last=False)
-        num_pages = sum(segment.num_pages for segment in plan.segments)
+            self._plan_keys += num_pages
+            while len(self._plans) > PLANS_MAX or (self._plan_keys > PLAN_KEYS_MAX and len(self._plans) > 1):
+                self._take_plan(next(iter(self._plans)))
+        num_pages = len(plan.keys)
         return num_pages if num_pages * self._pool.page_size_tokens >= self._settings.min_load_tokens else 0
 
     def _cover(self, keys: Sequence[str]) -> tuple[Segment, ...]:
@@ -244,13 +264,19 @@ class Loader:
             self._warn("the daemon refused a lookup", error=str(error))
         return ()
 
+    def _take_plan(self, rid: str) -> _Plan | None:
+        plan = self._plans.pop(rid, None)
+        self._plan_keys -= 0 if plan is None else len(plan.keys)
+        return plan
+
     def forget(self, rid: str) -> None:
         """The request does not need what was found for it."""
-        self._plans.pop(rid, None)
+        self._take_plan(rid)
 
     def forget_all(self) -> None:
         """SGLang has been emptied."""
         self._plans.clear()
+        self._plan_keys = 0
 
     # --- load ----------------------------------------------------------------------------------
 
@@ -291,14 +317,11 @@ class Loader:
         slots: torch.Tensor,
         after: Sequence[torch.cuda.Event] | None,
     ) -> bool:
-        plan, ingester = self._plans.pop(rid, None), self._usable()
+        plan, ingester = self._take_plan(rid), self._usable()
         if ingester is None or plan is None or plan.keys[: len(keys)] != keys:
             return False
-        segments = cut(plan.segments, len(keys))
-        if sum(segment.num_pages for segment in segments) != len(keys):
-            return False
         at = 0
-        for segment in segments:
+        for segment in cut(plan.segments, len(keys)):
             stop = at + segment.num_pages * self._pool.page_size_tokens
             if not self._load_segment(ingester, segment, slots[at:stop], after):
                 return False

@@ -101,9 +101,7 @@ def play(task: dict[str, Any]) -> dict[str, Any]:
         pushed = json.loads(Path(scratch).read_text())
         flush(engine)
         engine.collective_rpc("snapd_poison")
-        engine.collective_rpc(
-            "snapd_finalize", token_ids=held, slab_handle=pushed["handle"], out=scratch
-        )
+        engine.collective_rpc("snapd_finalize", token_ids=held, slab_handle=pushed["handle"], out=scratch)
         ingested = json.loads(Path(scratch).read_text())
         answer, cached = generate(engine, turn, task["max_tokens"])
         # Idle for a while: SGLang looks for leaks.

@@ -1,5 +1,6 @@
 """The smoke test itself: it runs on a machine without a GPU, says what it saw, and notices what is wrong."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -23,19 +24,23 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.usefixtures("sglang")
-@pytest.mark.parametrize("tree", smoke.TREES)
-def test_every_push_succeeds_while_p_is_full_and_every_byte_arrives(tree: str) -> None:
-    result = run("--tree", tree, "--json")
+def test_every_push_succeeds_while_p_is_full_and_every_byte_arrives() -> None:
+    """On all kinds of kv_pool, tree and page."""
+    result = CliRunner().invoke(smoke.main, ["--sessions", "2", "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
-    (outcome,) = facts["combinations"]
-    assert facts["ok"] and outcome["failure"] == ""
-    assert (outcome["pushed_while_full"], outcome["ingested"], outcome["syncs"]) == (2, 3, 3)
-    assert outcome["reasons"] == {"ok": 3}
-    # Of 150 tokens 144 fill pages; the last session's second turn has 240.
-    token_bytes = 4 * 2 * 2 * 64 * 2
-    assert outcome["compared_bytes"] == (144 + 144 + 240) * token_bytes
-    assert outcome["evicted_tokens"] >= 144
+    kinds = [(o["pool"], o["tree"], str(o["page_size_tokens"])) for o in facts["combinations"]]
+    assert facts["ok"] and kinds == list(itertools.product(smoke.POOLS, smoke.TREES, smoke.PAGE_SIZES))
+    for outcome in facts["combinations"]:
+        assert outcome["failure"] == ""
+        assert (outcome["pushed_while_full"], outcome["ingested"], outcome["syncs"]) == (2, 3, 3)
+        assert outcome["reasons"] == {"ok": 3}
+        # Of 150 tokens 144 fill pages of 16; the last session's second turn has 240.
+        turn_tokens = 150 if outcome["page_size_tokens"] == 1 else 144
+        # Four layers in two bytes a number: K and V of two heads of 64, or a latent of 192.
+        token_bytes = 4 * 2 * (256 if outcome["pool"] == "mha" else 192)
+        assert outcome["compared_bytes"] == (2 * turn_tokens + 240) * token_bytes
+        assert outcome["evicted_tokens"] >= turn_tokens
 
 
 @pytest.mark.usefixtures("sglang")

@@ -344,7 +344,8 @@ def test_all_questions_of_a_lookup_share_its_time(
         keys = keys_of(8)
         assert stage.offload(keys[:5])
         assert stage.offload(keys[5:], first_page=20)
-        loader = Loader(settings_of(daemon), 0, stage.p_pool, lambda: stage.namespace, clock=lambda: now_s[0])
+        settings = settings_of(daemon, retry_s=3_600.0)
+        loader = Loader(settings, 0, stage.p_pool, lambda: stage.namespace, clock=lambda: now_s[0])
         lookup = loader._client.lookup
 
         def slow(*arguments: Any, timeout_s: float, **options: Any) -> Any:
@@ -582,6 +583,34 @@ def test_a_daemon_of_which_p_cannot_use_the_arena_stops_p_from_starting(daemon: 
         Loader(settings_of(daemon), rank, make_pool(), Namespace)
 
 
+def test_a_daemon_that_goes_on_hanging_does_not_hold_the_scheduler_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the keeper asks, until there is an answer."""
+    with serving() as daemon, staged(daemon, timeout_s=0.2, retry_s=0.01) as stage:
+        keys, loader = keys_of(5), stage.loader
+        wait_until(lambda: stage.offload(keys), "pushed")
+        wait_until(lambda: loader.lookup("r", keys) == 5, "found")
+        rests: list[str] = []
+        rest = loader._rest
+
+        def resting(why: str) -> None:
+            rests.append(why)
+            rest(why)
+
+        monkeypatch.setattr(loader, "_rest", resting)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            # The keeper has asked in vain several times, and its time to rest has passed.
+            wait_until(lambda: len(rests) >= 3, "asked in vain")
+            with monkeypatch.context() as patch:
+                patch.setattr(loader._client, "lookup", lambda *_, **__: pytest.fail("the scheduler asks"))
+                assert loader.lookup("other", keys) == 0
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: loader.lookup("again", keys) == 5, "found again")
+
+
 # --- what waits is bounded ---------------------------------------------------------------------
 
 
@@ -672,6 +701,38 @@ def test_plans_of_requests_that_never_load_are_forgotten(
     assert list(stage.loader._plans) == ["r2", "r3", "r4"]
     stage.loader.forget_all()
     assert not stage.loader._plans
+
+
+def test_what_was_found_for_requests_that_never_load_is_bounded_in_keys(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt has thousands of keys; those of pages that the daemon lacks are not kept at all."""
+    monkeypatch.setattr(sglang_load, "PLAN_KEYS_MAX", 10)
+    keys, loader = keys_of(6), stage.loader
+    assert stage.offload(keys)
+    assert loader.lookup("nothing", keys_of(100, seed=5)) == 0
+    assert loader.lookup("all", keys) == 6 and loader.lookup("some", keys[:4]) == 4
+    assert list(loader._plans) == ["nothing", "all", "some"] and loader._plan_keys == 10
+    assert loader.lookup("more", keys[:1]) == 1
+    assert list(loader._plans) == ["some", "more"] and loader._plan_keys == 5
+    loader.forget("some")
+    assert loader._plan_keys == 1
+    monkeypatch.setattr(sglang_load, "PLAN_KEYS_MAX", 5)
+    # One alone is kept however long it is.
+    assert loader.lookup("all", keys) == 6 and list(loader._plans) == ["all"]
+    assert stage.load(keys, range(40, 46), rid="all")
+    assert loader._plan_keys == 0
+    loader.lookup("all", keys)
+    loader.forget_all()
+    assert loader._plan_keys == 0
+
+
+def test_a_prompt_that_goes_another_way_is_another_question(stage: Stage) -> None:
+    """Also in the same moment, and as long."""
+    keys = keys_of(5)
+    assert stage.offload(keys)
+    assert stage.loader.lookup("r", (*keys, *keys_of(1, seed=3))) == 5
+    assert stage.loader.lookup("r", keys_of(6, seed=4)) == 0
 
 
 def test_a_request_that_waits_is_not_looked_up_at_every_step(daemon: DaemonProcess) -> None:
