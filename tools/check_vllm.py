@@ -230,6 +230,22 @@ class Check:
         least, most = whole(len(history) - 1), whole(len(history))
         self.resume(self.p, "stopped", [*history, *words(71, 40)], least=least, most=most)
 
+    def given_up(self) -> None:
+        """What D had computed for a client that went away is pushed, and is right for who goes on from it."""
+        prompt = words(72, PROMPT)
+        self.d.leave(prompt, 600, "left")
+        view = self.daemon.ready("left")
+        assert whole(PROMPT) <= view.num_tokens < PROMPT + 600, f"{view.num_tokens} tokens were pushed"
+        # The same session, and another answer: a part of the snapshot is used.
+        had = whole(PROMPT)
+        self.resume(self.p, "left", [*prompt, *words(73, 40)], least=had, most=had)
+        # P's own client goes away while P waits for the daemon, loads or computes.
+        history = self.begin("left again", prompt)
+        self.daemon.ready("left again")
+        second = [*history, *words(74, 40)]
+        self.p.leave(second, 300, "left again")
+        self.resume(self.p, "left again", second, least=0, most=whole(len(second) - 1))
+
     def concurrent(self) -> None:
         """Sessions side by side, more than there are blocks for, so that requests are preempted."""
         before = self.d.metric("vllm:num_preemptions_total")
@@ -414,6 +430,7 @@ ACTS: Final = (
     Check.streamed,
     Check.answered_with_names,
     Check.stopped_by_a_word,
+    Check.given_up,
     Check.concurrent,
     Check.without_prefix_caching,
     Check.corrupt,
@@ -467,6 +484,10 @@ def main() -> int:
         say(f"  no: {error}\nlogs are in {directory}")
         keep = True
         return 1
+    except BaseException:
+        say(f"logs are in {directory}")
+        keep = True
+        raise
     finally:
         check.totals.is_equal &= check.totals.turns > 0
         for server in check.servers:

@@ -155,6 +155,19 @@ class Server:
         **more: Any,
     ) -> Answer:
         """Return the greedy answer of *num_tokens* tokens; not *is_whole*: or fewer."""
+        try:
+            with self._post(prompt, num_tokens, session, stream, more) as response:
+                answer = _streamed(response) if stream else _whole(json.load(response))
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{self.name}: {error}: {error.read().decode()}") from None
+        assert len(answer.token_ids) == num_tokens or not is_whole, (
+            f"{self.name} gave {len(answer.token_ids)} tokens"
+        )
+        return answer
+
+    def _post(
+        self, prompt: Sequence[int], num_tokens: int, session: str, stream: bool, more: dict[str, Any]
+    ) -> Any:
         body: dict[str, Any] = {
             "model": "tiny", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True, "stream": stream,
@@ -168,15 +181,12 @@ class Server:
             json.dumps(body | more).encode(),
             {"content-type": "application/json"},
         )
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-                answer = _streamed(response) if stream else _whole(json.load(response))
-        except urllib.error.HTTPError as error:
-            raise SystemExit(f"{self.name}: {error}: {error.read().decode()}") from None
-        assert len(answer.token_ids) == num_tokens or not is_whole, (
-            f"{self.name} gave {len(answer.token_ids)} tokens"
-        )
-        return answer
+        return urllib.request.urlopen(request, timeout=PATIENCE_S)
+
+    def leave(self, prompt: Sequence[int], num_tokens: int, session: str) -> None:
+        """Ask for a stream, and hang up when the first of it comes."""
+        with self._post(prompt, num_tokens, session, True, {}) as response:
+            assert response.readline(), f"{self.name} said nothing"
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""

@@ -29,7 +29,8 @@ from snapd.engines.support import check_version, read_settings
 from snapd.engines.vllm.kvcache import pool_of
 from snapd.engines.vllm.metrics import SnapdMetrics, SnapdStats
 from snapd.engines.vllm.orders import Orders
-from snapd.engines.vllm.scheduling import RequestView, SchedulerSide
+from snapd.engines.vllm.requests import RequestView
+from snapd.engines.vllm.scheduling import SchedulerSide
 from snapd.engines.vllm.settings import DISTRIBUTIONS, SOURCE, TESTED_VERSIONS, VllmSettings
 from snapd.engines.vllm.support import block_tokens_of, check_config
 from snapd.engines.vllm.working import WorkerSide
@@ -74,7 +75,7 @@ def _view(request: "Request") -> RequestView:
     token_ids = request.all_token_ids
     return RequestView(
         request_id=request.request_id,
-        tokens=lambda: list(token_ids[:]),
+        tokens=lambda: token_ids[:],
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
         num_output_tokens=request.num_output_tokens,
@@ -154,6 +155,10 @@ class SnapdConnector(KVConnectorBase_V1):
             token_bytes=layout.token_bytes, block_tokens=layout.page_size_tokens,
         )  # fmt: skip
 
+    def on_new_request(self, request: "Request") -> None:
+        """Take note of a request."""
+        self._sched.arrived(request.request_id)
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -174,11 +179,12 @@ class SnapdConnector(KVConnectorBase_V1):
         return StepOrders(self._sched.orders(), wants_layout=not self._sched.has_layout)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take note of pushes that have ended on every worker; and of their layout, at first."""
+        """Take note of pushes and loads that have ended on every worker; and of their layout, at first."""
         workers = connector_output.kv_connector_worker_meta
         if isinstance(workers, WorkerLayouts) and not self._sched.has_layout:
             self._take_layouts(workers.layouts)
         self._sched.sent(connector_output.finished_sending or ())
+        self._sched.loaded(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: "Request", block_ids: list[int]

@@ -42,7 +42,11 @@ def read_asked(params: Mapping[str, Any] | None) -> tuple[Asked, str]:
         asked = msgspec.convert(given, Asked)
     except msgspec.ValidationError as error:
         return Asked(), f'kv_transfer_params["{PARAMS_KEY}"]: {error}'
-    if len(asked.session_id.encode(errors="surrogatepass")) > SESSION_ID_BYTES_MAX:
+    try:
+        (asked.session_id + asked.socket_path).encode()
+    except UnicodeEncodeError as error:
+        return Asked(), f'kv_transfer_params["{PARAMS_KEY}"]: {error.reason}'
+    if len(asked.session_id.encode()) > SESSION_ID_BYTES_MAX:
         problem = f"session_id is longer than {SESSION_ID_BYTES_MAX} bytes"
         return msgspec.structs.replace(asked, session_id=""), problem
     return asked, ""
@@ -54,7 +58,15 @@ def default_session_id(request_id: str) -> str:
     Its snapshot is found by its tokens, replaces nobody's, and the response says the name for the next turn.
     A name made from the first tokens would be shared by all that begin with the same system prompt.
     """
-    return f"vllm-{request_id}"[:SESSION_ID_BYTES_MAX]
+    name = f"vllm-{request_id}"
+    if len(name.encode(errors="surrogatepass")) <= SESSION_ID_BYTES_MAX:
+        return name
+    # Cut off, it could be another request's.
+    return f"vllm-{_digest(request_id, b'snapd-request')}"
+
+
+def _digest(text: str, person: bytes) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16, person=person).hexdigest()
 
 
 def namespace_of(base: Namespace, *, lora: str, cache_salt: str, resets: int) -> Namespace:
@@ -66,10 +78,8 @@ def namespace_of(base: Namespace, *, lora: str, cache_salt: str, resets: int) ->
         cache_salt: the request's; only its digest leaves the engine, as it may be a secret.
         resets: how often the engine was told to forget all KV, as for other weights; P and D must agree.
     """
-    salt = hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"snapd-salt").hexdigest()
-    name = lora
-    if len(name) > NAME_CHARS_MAX:
-        name = hashlib.blake2b(lora.encode(), digest_size=16, person=b"snapd-lora").hexdigest()
+    salt = _digest(cache_salt, b"snapd-salt")
+    name = lora if len(lora) <= NAME_CHARS_MAX else _digest(lora, b"snapd-lora")
     version = f"{base.weight_version}+{resets}" if resets else base.weight_version
     return msgspec.structs.replace(
         base, lora=name, cache_salt=salt if cache_salt else "", weight_version=version

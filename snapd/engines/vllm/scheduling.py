@@ -9,22 +9,24 @@ Source: design, sections 5 and 9.
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import structlog
 
 from snapd import calls
+from snapd.address import parse_address
 from snapd.calls import Call, Grant
 from snapd.client import Client, Pending
 from snapd.engines.vllm.gate import Gate, Warner
 from snapd.engines.vllm.matching import Choice, choose, is_orphan, loadable_tokens, pushable_tokens
 from snapd.engines.vllm.naming import PARAMS_KEY, Asked, default_session_id, namespace_of, read_asked
 from snapd.engines.vllm.orders import LoadOrder, Orders, PushOrder
+from snapd.engines.vllm.requests import Daemon, Preparing, RequestView, Waiting
 from snapd.engines.vllm.settings import VllmSettings
 from snapd.engines.vllm.tally import Tally
 from snapd.errors import ConnectionProblem, Reason, RequestError, RequestTimeout, SnapdError
+from snapd.kvevents.hashes import pack_token_ids
 from snapd.layout import Layout, fingerprint, page_keys, token_digest
 from snapd.wire import LookupRep
 
@@ -32,67 +34,11 @@ from snapd.wire import LookupRep
 NAMESPACES_MAX: Final = 128
 # The daemon's default for page_keys_max, for as long as it has not said its own.
 _PAGE_KEYS_MAX: Final = 16_384
+# Of new requests, so many tokens are hashed in a step, or one request's: about 15 ms.
+HASHED_TOKENS_MAX: Final = 200_000
+_ADDRESS_CHARS_MAX: Final = 200
 
 _log: Final = structlog.get_logger("snapd.engines")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """A request as the engine has it.
-
-    Attributes:
-        request_id: the engine's name for it.
-        tokens: returns its token ids, prompt and answer; a call, as it may copy.
-        num_tokens: how many there are.
-        num_computed_tokens: as the engine counts.
-        num_output_tokens: of the answer.
-        params: its kv_transfer_params.
-        lora: its adapter's name, or empty.
-        cache_salt: its salt, or empty.
-        is_plain: its KV depends on its token ids and nothing else, and is right: it has no images and no
-            embeddings, and has not failed.
-    """
-
-    request_id: str
-    tokens: Callable[[], list[int]]
-    num_tokens: int
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
-    params: Mapping[str, Any] | None = None
-    lora: str = ""
-    cache_salt: str = ""
-    is_plain: bool = True
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A request that has not started yet, or is being loaded for."""
-
-    asked: Asked
-    layout: Layout
-    layout_fingerprint: str
-    lookup: Pending[LookupRep] | None = None
-    is_by_session: bool = False
-    is_decided: bool = False
-    choice: Choice | None = None
-    is_loading: bool = False
-
-
-@dataclass(slots=True)
-class _Preparing:
-    """A request that has finished, whose slab was asked for."""
-
-    request_id: str
-    address: str
-    pending: Pending[Grant]
-    block_ids: list[int]
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class _Daemon:
-    client: Client
-    gate: Gate
 
 
 class SchedulerSide:
@@ -106,6 +52,9 @@ class SchedulerSide:
         name: says in the daemon's log who this is.
         is_one_process: the scheduler's process is the only one that writes, so its exit is drain proof.
         clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: an address is none.
     """
 
     def __init__(
@@ -120,6 +69,8 @@ class SchedulerSide:
         is_one_process: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        for address in (settings.socket_path, *settings.socket_paths):
+            parse_address(address)
         self.tally = Tally()
         self._settings = settings
         self._block_tokens = block_tokens
@@ -130,17 +81,23 @@ class SchedulerSide:
         self._is_one_process = is_one_process
         self._clock = clock
         self._warner = Warner(clock)
-        self._daemons: dict[str, _Daemon] = {}
+        self._daemons: dict[str, Daemon] = {}
         self._layout: Layout | None = None
         self._resets = 0
         self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._waiting: dict[str, _Waiting] = {}
-        self._preparing: list[_Preparing] = []
+        self._waiting: dict[str, Waiting] = {}
+        self._preparing: list[Preparing] = []
         self._held: set[str] = set()
+        # Whose blocks are being filled, also of requests that have ended meanwhile.
+        self._loading: set[str] = set()
+        # Requests that the engine has, and those of them that were there before all was forgotten.
+        self._live: set[str] = set()
+        self._outdated: set[str] = set()
         self._loads: list[LoadOrder] = []
         self._pushes: list[PushOrder] = []
         self._layouts: list[Layout] = []
         self._wait_left_s = settings.answer_wait_s
+        self._hash_left_tokens = HASHED_TOKENS_MAX
         self._first_match_s = 0.0
 
     def set_layout(self, layout: Layout) -> None:
@@ -152,6 +109,10 @@ class SchedulerSide:
         """The workers' layout is known."""
         return self._layout is not None
 
+    def arrived(self, request_id: str) -> None:
+        """Take note of a request; ``finished`` takes leave of it."""
+        self._live.add(request_id)
+
     # --- P -----------------------------------------------------------------------------------------
 
     def match(self, request: RequestView, resident_tokens: int) -> int | None:
@@ -160,6 +121,8 @@ class SchedulerSide:
             return None
         waiting = self._waiting.get(request.request_id)
         if waiting is None:
+            if self._hash_left_tokens <= 0:
+                return None
             waiting = self._begin(request, resident_tokens)
             if waiting is None:
                 return 0
@@ -176,7 +139,7 @@ class SchedulerSide:
         self._first_match_s = self._first_match_s or self._clock()
         return self._clock() - self._first_match_s < self._settings.timeout_s
 
-    def _begin(self, request: RequestView, resident_tokens: int) -> _Waiting | None:
+    def _begin(self, request: RequestView, resident_tokens: int) -> Waiting | None:
         """Begin to look for a snapshot; None: there is no use in it."""
         if not self._is_consumer or self._layout is None or not request.is_plain:
             return None
@@ -185,22 +148,26 @@ class SchedulerSide:
         most_tokens = loadable_tokens(request.num_tokens, self._block_tokens) - resident_tokens
         if not asked.load or most_tokens < max(1, self._settings.min_load_tokens):
             return None
-        waiting = _Waiting(asked, layout, name)
+        waiting = Waiting(asked, layout, name)
         self._waiting[request.request_id] = waiting
-        keys = page_keys(request.tokens(), self._block_tokens)
-        keys = keys[: self._page_keys_max(self._settings.socket_path)]
+        self._hash_left_tokens -= request.num_tokens
         call = calls.lookup(
-            name, page_keys=keys, resident_tokens=resident_tokens, timeout_s=self._settings.timeout_s
+            name,
+            page_keys=self._page_keys(request.tokens(), self._settings.socket_path),
+            resident_tokens=resident_tokens,
+            timeout_s=self._settings.timeout_s,
         )
         self._ask(waiting, call)
         return waiting
 
-    def _page_keys_max(self, address: str) -> int:
+    def _page_keys(self, token_ids: list[int], address: str) -> tuple[str, ...]:
+        """Return the keys of the first pages, as many as the daemon takes."""
+        page_keys_max = _PAGE_KEYS_MAX
         with contextlib.suppress(SnapdError):
-            return self._daemon(address).client.hello.page_keys_max
-        return _PAGE_KEYS_MAX
+            page_keys_max = self._daemon(address).client.hello.page_keys_max
+        return page_keys(token_ids[: page_keys_max * self._block_tokens], self._block_tokens)
 
-    def _ask(self, waiting: _Waiting, call: Call[LookupRep]) -> None:
+    def _ask(self, waiting: Waiting, call: Call[LookupRep]) -> None:
         daemon = self._daemon(self._settings.socket_path)
         waiting.lookup = None
         if not daemon.gate.is_open:
@@ -211,7 +178,7 @@ class SchedulerSide:
         except SnapdError as error:
             self._decide(waiting, None, self._problem(daemon, error))
 
-    def _look(self, request: RequestView, waiting: _Waiting, resident_tokens: int) -> bool:
+    def _look(self, request: RequestView, waiting: Waiting, resident_tokens: int) -> bool:
         """Look for the answer, a moment at most; return whether all is known."""
         while waiting.lookup is not None:
             daemon = self._daemon(self._settings.socket_path)
@@ -226,7 +193,7 @@ class SchedulerSide:
             self._take(request, waiting, found, resident_tokens)
         return waiting.is_decided
 
-    def _take(self, request: RequestView, waiting: _Waiting, found: LookupRep, resident_tokens: int) -> None:
+    def _take(self, request: RequestView, waiting: Waiting, found: LookupRep, resident_tokens: int) -> None:
         """Take the answer up, which may be to ask once more, by session."""
         session_id = waiting.asked.session_id
         choice = choose(
@@ -253,7 +220,7 @@ class SchedulerSide:
             self._decide(waiting, None, "of-no-use" if found.slab_handle else "nothing")
 
     def _end_orphan(
-        self, request: RequestView, waiting: _Waiting, found: LookupRep, resident_tokens: int
+        self, request: RequestView, waiting: Waiting, found: LookupRep, resident_tokens: int
     ) -> None:
         """Have a suffix ended whose prefix P has evicted, so that D's next push is full."""
         self._loads.append(
@@ -269,13 +236,13 @@ class SchedulerSide:
             )
         )
 
-    def _decide(self, waiting: _Waiting, choice: Choice | None, outcome: str) -> None:
+    def _decide(self, waiting: Waiting, choice: Choice | None, outcome: str) -> None:
         waiting.lookup = None
         waiting.is_decided = True
         waiting.choice = choice
         self.tally.count("lookups", outcome)
 
-    def _external_tokens(self, waiting: _Waiting, resident_tokens: int) -> int:
+    def _external_tokens(self, waiting: Waiting, resident_tokens: int) -> int:
         """Return what the choice gives now: P may have evicted or computed blocks since it was made."""
         choice = waiting.choice
         if choice is None or choice.token_start > resident_tokens:
@@ -292,6 +259,7 @@ class SchedulerSide:
         assert choice is not None
         resident_tokens = choice.wanted_tokens - num_external_tokens
         waiting.is_loading = True
+        self._loading.add(request.request_id)
         first, last = resident_tokens // self._block_tokens, choice.wanted_tokens // self._block_tokens
         self._loads.append(
             LoadOrder(
@@ -306,6 +274,10 @@ class SchedulerSide:
             )
         )
 
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """Take note that the loads of these requests have ended on every worker, well or not."""
+        self._loading.difference_update(request_ids)
+
     # --- D -----------------------------------------------------------------------------------------
 
     def finished(self, request: RequestView, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -313,12 +285,16 @@ class SchedulerSide:
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is not None and waiting.lookup is not None:
             waiting.lookup.forget()
+        is_outdated = request.request_id in self._outdated
+        self._live.discard(request.request_id)
+        self._outdated.discard(request.request_id)
         if not self._is_producer or self._layout is None:
             return False, None
         asked = self._asked(request)
         num_tokens = pushable_tokens(request.num_tokens, request.num_computed_tokens, self._block_tokens)
         address = asked.socket_path or self._settings.socket_path
-        why_not = self._why_not(request, asked, address, num_tokens, len(block_ids))
+        why_not = "outdated" if is_outdated else ""
+        why_not = why_not or self._why_not(request, asked, address, num_tokens, len(block_ids))
         answer: dict[str, Any] = {
             "session_id": asked.session_id or default_session_id(request.request_id),
             "tokens": num_tokens,
@@ -343,11 +319,15 @@ class SchedulerSide:
         # A request that ended before its first token was given up while it was computed or loaded.
         if not asked.push or not request.is_plain or not request.num_output_tokens:
             return "not-wanted"
+        if request.request_id in self._loading:
+            # Given up while its blocks are being filled: they are held for that, and hold nothing yet.
+            return "still-loading"
         if num_tokens < least_tokens or num_blocks * self._block_tokens < num_tokens:
             return "too-short"
         if address not in (self._settings.socket_path, *self._settings.socket_paths):
             self._warner.warn(
-                "a request names a daemon that is not among socket_paths; it is not pushed", address=address
+                "a request names a daemon that is not among socket_paths; it is not pushed",
+                address=address[:_ADDRESS_CHARS_MAX],
             )
             return "socket-not-allowed"
         if len(self._held) >= self._settings.held_requests_max:
@@ -374,15 +354,16 @@ class SchedulerSide:
             num_tokens,
             name,
             token_digest=token_digest(token_ids),
-            page_keys=page_keys(token_ids, self._block_tokens)[: self._page_keys_max(address)],
+            page_keys=self._page_keys(token_ids, address),
             ranks=self._ranks,
             use_resident_hint=self._settings.use_resident_hint,
             is_only_writer=self._is_one_process,
+            token_ids=self._for_events(daemon, token_ids),
             timeout_s=self._settings.timeout_s,
         )
         try:
             pending = daemon.client.submit(call)
-            preparing = _Preparing(request.request_id, address, pending, list(block_ids), num_tokens)
+            preparing = Preparing(request.request_id, address, pending, list(block_ids), num_tokens)
             grant = self._answer(pending)
         except SnapdError as error:
             return self._problem(daemon, error), None
@@ -393,7 +374,16 @@ class SchedulerSide:
             self._order(preparing, grant)
         return "", grant
 
-    def _order(self, preparing: _Preparing, grant: Grant | None) -> None:
+    def _for_events(self, daemon: Daemon, token_ids: list[int]) -> bytes:
+        """Return the token ids that the daemon wants for its KV events, packed; none before it said so."""
+        if self._settings.send_token_ids:
+            with contextlib.suppress(SnapdError):
+                wanted = daemon.client.hello.kv_events
+                if wanted is not None:
+                    return pack_token_ids(token_ids[: wanted.token_ids_max])
+        return b""
+
+    def _order(self, preparing: Preparing, grant: Grant | None) -> None:
         num_blocks = preparing.num_tokens // self._block_tokens
         self._pushes.append(
             PushOrder(
@@ -430,6 +420,7 @@ class SchedulerSide:
     def orders(self) -> Orders:
         """Return, once, what the workers are to do. Called once a step."""
         self._wait_left_s = self._settings.answer_wait_s
+        self._hash_left_tokens = HASHED_TOKENS_MAX
         self._look_after_prepares()
         orders = Orders(loads=self._loads, pushes=self._pushes, layouts=self._layouts)
         self._loads, self._pushes, self._layouts = [], [], []
@@ -439,8 +430,10 @@ class SchedulerSide:
         """Use nothing that was computed until now: the weights may be others.
 
         What the daemon has is of another namespace from here on. D and P have to be told equally often.
+        What requests have that are here now may be of both, so it is not pushed.
         """
         self._resets += 1
+        self._outdated |= self._live
         self._known.clear()
         for waiting in self._waiting.values():
             if waiting.lookup is not None:
@@ -483,11 +476,11 @@ class SchedulerSide:
             self._known.popitem(last=False)
         return layout, fingerprint(layout)
 
-    def _daemon(self, address: str) -> _Daemon:
+    def _daemon(self, address: str) -> Daemon:
         daemon = self._daemons.get(address)
         if daemon is None:
             client = Client(address, timeout_s=self._settings.timeout_s, name=f"{self._name} scheduler")
-            daemon = _Daemon(client, Gate(address, self._settings.retry_s, self._clock))
+            daemon = Daemon(client, Gate(address, self._settings.retry_s, self._clock))
             self._daemons[address] = daemon
         return daemon
 
@@ -507,7 +500,7 @@ class SchedulerSide:
         finally:
             self._wait_left_s -= self._clock() - begun_s
 
-    def _problem(self, daemon: _Daemon, error: SnapdError) -> str:
+    def _problem(self, daemon: Daemon, error: SnapdError) -> str:
         """Take note of a call that failed, and return its reason."""
         if isinstance(error, RequestError):
             daemon.gate.passed()

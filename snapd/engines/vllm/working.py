@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from snapd.client import Client
+from snapd.engines.support import read_integrity
 from snapd.engines.vllm.gate import Gate, Warner
 from snapd.engines.vllm.orders import LoadOrder, Orders, PushOrder
 from snapd.engines.vllm.settings import VllmSettings
@@ -26,6 +27,7 @@ from snapd.engines.vllm.tally import OK, Counts, Tally
 from snapd.errors import ConnectionProblem, Reason, SnapdError
 from snapd.kv.control import ClientControl
 from snapd.kv.ingest import Ingester, IngestJob
+from snapd.kv.integrity import check_on_host
 from snapd.kv.pool import KVPool
 from snapd.kv.push import Pusher, PushJob
 from snapd.layout import Layout, Namespace
@@ -34,6 +36,8 @@ from snapd.layout import Layout, Namespace
 STEP_BYTES: Final = 16 * 1024 * 1024
 # Loads that are under way at a time: while one waits for other ranks, the next can be copied.
 LOADS_MAX: Final = 4
+# Layouts that wait for a daemon to be declared to.
+LAYOUTS_MAX: Final = 128
 # How often the thread looks again when all that is under way waits for somebody else.
 _POLL_S: Final = 0.001
 _CLOSE_S: Final = 10.0
@@ -123,6 +127,10 @@ class WorkerSide:
         is_producer, is_consumer: what this engine does.
         name: says in the daemon's log who this is.
         clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: the integrity key is no good, or the pool is on a GPU and there is one.
+        ExtraMissing: a package that the integrity key needs is not installed.
     """
 
     def __init__(
@@ -149,6 +157,9 @@ class WorkerSide:
         self._name = f"{name} rank {rank}"
         self._clock = clock
         self._warner = Warner(clock)
+        self._integrity = read_integrity(settings)
+        if self._integrity is not None:
+            check_on_host(pool.device)
         # What both threads touch, under the condition's lock.
         self._changed = threading.Condition()
         self._new_loads: deque[_Load] = deque()
@@ -160,6 +171,7 @@ class WorkerSide:
         self._is_closed = False
         # The thread's own.
         self._loads: list[_Load] = []
+        self._undeclared: deque[Layout] = deque(maxlen=LAYOUTS_MAX)
         self._blocks = OrderedBlocks(pool.page_size_tokens)
         self._ingester: Ingester | None = None
         self._p_client = Client(settings.socket_path, timeout_s=settings.timeout_s, name=self._name)
@@ -314,6 +326,7 @@ class WorkerSide:
                 keep_on_alloc_failure=False,
                 keep_on_missing_prefix=False,
                 verify=self._settings.verify,
+                integrity=self._integrity,
             )
 
     def _greet_as_d(self) -> None:
@@ -329,19 +342,25 @@ class WorkerSide:
             client = Client(address, timeout_s=self._settings.timeout_s, name=self._name)
             # Other ranks of the same attempts are written by other processes.
             control = ClientControl(client, self._rank if self._num_ranks > 1 else None)
-            pusher = Pusher(control, {self._rank: self._pool}, self._namespace)
+            pool = {self._rank: self._pool}
+            pusher = Pusher(control, pool, self._namespace, integrity=self._integrity)
             target = _Target(client, Gate(address, self._settings.retry_s, self._clock), pusher)
             self._targets[address] = target
         return target
 
     def _declare(self) -> None:
+        """Declare what is new; what could not be said is said when the daemon is asked again."""
         with self._changed:
-            layouts = list(self._new_layouts)
+            self._undeclared.extend(self._new_layouts)
             self._new_layouts.clear()
-        for layout in layouts:
-            if self._p_gate.is_open:
-                with self._asking(self._p_gate):
+        while self._undeclared and self._p_gate.is_open:
+            layout = self._undeclared.popleft()
+            with self._asking(self._p_gate):
+                try:
                     self._p_client.declare_layout(self._rank, layout)
+                except ConnectionProblem:
+                    self._undeclared.appendleft(layout)
+                    raise
 
     # --- loads -------------------------------------------------------------------------------------
 
@@ -355,7 +374,9 @@ class WorkerSide:
             try:
                 reason = self._step_load(load)
             except Exception:
-                self._end_load(load, "bug")
+                # A copy that runs on a GPU still writes to the blocks: its end is waited for.
+                if load.job is None or not load.job.is_on_device:
+                    self._end_load(load, "bug")
                 raise
             if reason:
                 self._end_load(load, reason)
@@ -435,6 +456,8 @@ class WorkerSide:
             reason = self._advance_push(push)
         except Exception:
             self._end_push(push, "bug")
+            if push.job is not None:
+                push.job.cancel()
             raise
         if reason:
             self._end_push(push, reason)

@@ -50,6 +50,25 @@ def test_vllm_finds_the_connector_and_it_is_whole() -> None:
     assert not KVConnectorFactory.supports_hma_config(config), "the hybrid allocator stays off"
 
 
+def test_the_scheduler_is_told_who_came_and_whose_moves_have_ended() -> None:
+    pytest.importorskip("vllm.config", reason="vLLM is not installed: see tools/setup_engine.sh")
+    from types import SimpleNamespace
+    from unittest.mock import Mock, call
+
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from snapd.engines.vllm import SnapdConnector
+
+    connector = object.__new__(SnapdConnector)
+    connector._scheduler = side = Mock(has_layout=True)
+    connector.on_new_request(SimpleNamespace(request_id="r1"))
+    connector.update_connector_output(KVConnectorOutput(finished_sending={"r2"}, finished_recving={"r3"}))
+    connector.update_connector_output(KVConnectorOutput())
+    assert side.arrived.mock_calls == [call("r1")]
+    assert side.sent.mock_calls == [call({"r2"}), call(())]
+    assert side.loaded.mock_calls == [call({"r3"}), call(())]
+
+
 def test_statistics_add_up_and_become_metrics() -> None:
     pytest.importorskip("vllm.config", reason="vLLM is not installed: see tools/setup_engine.sh")
     from types import SimpleNamespace

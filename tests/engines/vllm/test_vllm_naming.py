@@ -25,7 +25,17 @@ def test_a_request_may_name_nothing(params: Any) -> None:
     assert read_asked(params) == (Asked(), "")
 
 
-@pytest.mark.parametrize("given", ["chat", {"session_id": 7}, {"push": "no"}, {"session_id": "x" * 513}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "chat",
+        {"session_id": 7},
+        {"push": "no"},
+        {"session_id": "x" * 513},
+        {"session_id": "\ud800"},
+        {"socket_path": "\ud800"},
+    ],
+)
 def test_what_cannot_be_used_is_told_and_left_out(given: Any) -> None:
     asked, problem = read_asked({"snapd": given})
     assert asked == Asked() and problem
@@ -33,7 +43,8 @@ def test_what_cannot_be_used_is_told_and_left_out(given: Any) -> None:
 
 def test_two_requests_without_a_name_are_two_sessions() -> None:
     assert default_session_id("cmpl-1") != default_session_id("cmpl-2")
-    assert len(default_session_id("x" * 1_000)) <= 512
+    assert default_session_id("é" * 1_000 + "1") != default_session_id("é" * 1_000 + "2")
+    assert len(default_session_id("é" * 1_000).encode()) <= 512
 
 
 def test_each_part_of_a_namespace_makes_another() -> None:
@@ -45,6 +56,12 @@ def test_each_part_of_a_namespace_makes_another() -> None:
         len({of(), of(lora="a"), of(lora="b"), of(salt="a"), of(salt="b"), of(resets=1), of(resets=2)}) == 7
     )
     assert of(lora="x" * 300) != of(lora="x" * 301) and len(of(lora="x" * 300).lora) <= 256
+
+
+def test_a_salt_may_be_any_text() -> None:
+    """Also one that is no Unicode, as JSON can hold it."""
+    salts = ("", "\ud800", "\ud801")
+    assert len({namespace_of(BASE, lora="", cache_salt=salt, resets=0) for salt in salts}) == 3
 
 
 def test_a_salt_is_not_told() -> None:

@@ -13,7 +13,8 @@ from raw_client import wait_for
 from snapd.client import Client
 from snapd.core.session import SessionView
 from snapd.engines.vllm.kvcache import pool_of
-from snapd.engines.vllm.scheduling import RequestView, SchedulerSide
+from snapd.engines.vllm.requests import RequestView
+from snapd.engines.vllm.scheduling import SchedulerSide
 from snapd.engines.vllm.settings import VllmSettings
 from snapd.engines.vllm.tally import Counts, add_counts, total
 from snapd.engines.vllm.working import WorkerSide
@@ -117,6 +118,7 @@ class Engine:
             self.loaded[rank] |= loaded
             self.failed[rank] |= worker.failed_blocks()
         self.scheduler.sent(set.intersection(*self.sent))
+        self.scheduler.loaded(set.intersection(*self.loaded))
         for side in (self.scheduler, *self.workers):
             add_counts(self.counts, side.tally.take())
 
