@@ -1,12 +1,22 @@
 """What every adapter reads: settings, and the engine's version."""
 
 import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import structlog
 
 from snapd.engines.support import EngineSettings, check_version, read_settings
 from snapd.errors import ConfigError
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_directory_of_tests_is_not_taken_for_an_engine(engine: str) -> None:
+    """Why a test is skipped would be said wrongly otherwise."""
+    spec = importlib.util.find_spec(engine)
+    assert spec is None or spec.origin is not None
 
 
 def test_settings_are_read_by_name() -> None:
@@ -53,3 +63,10 @@ def test_any_other_version_warns(monkeypatch: pytest.MonkeyPatch, installed: dic
     assert [(log["log_level"], log["engine"], log["tested"]) for log in logs] == [
         ("warning", "engine", ["1.2.3"])
     ]
+
+
+def test_sglangs_page_has_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines-sglang.md").read_text()
+    table = page.partition("\n## Settings\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert rows and sorted(rows) == sorted(("role", *EngineSettings.__struct_fields__))

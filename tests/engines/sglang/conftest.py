@@ -2,10 +2,14 @@
 
 import importlib
 import warnings
+from pathlib import Path
 
 import pytest
 
 from tools.engines.torchvision_ops import declare_torchvision_ops
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 600
 
 
 def _why_not() -> str:
@@ -27,3 +31,10 @@ def sglang() -> None:
     why_not = _why_not()
     if why_not:
         pytest.skip(why_not)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a test here time: it may be the one that imports SGLang, or has it compile a part of itself."""
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))

@@ -18,6 +18,25 @@ from tools.engines.torchvision_ops import declare_torchvision_ops
 declare_torchvision_ops()
 
 FLUSH_S = 60.0
+# A file: while it is there, a push stops when it has begun, and says so in a file beside it.
+HOLD = "SNAPD_TEST_HOLD"
+
+
+def hold_pushes(hold: Path) -> None:
+    """Have SGLang's scheduler hold pushes of the linker in their middle."""
+    from snapd.engines.sglang_offload import Offloader
+
+    finish = Offloader._finish
+
+    def held(self: Offloader, job: Any) -> Any:
+        # One plane.
+        if hold.exists() and not job.step(1):
+            hold.with_suffix(".held").touch()
+            while hold.exists():
+                time.sleep(0.01)
+        return finish(self, job)
+
+    Offloader._finish = held  # type: ignore[method-assign]
 
 
 def serve(config: dict[str, Any]) -> None:
@@ -55,5 +74,7 @@ def flush(engine: Any) -> bool:
     return False
 
 
+if __name__ == "__mp_main__" and HOLD in os.environ:
+    hold_pushes(Path(os.environ[HOLD]))
 if __name__ == "__main__":
     serve(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -61,7 +61,7 @@ def engine_config(model: Path, linker: dict[str, Any] | None) -> dict[str, Any]:
 class EngineProcess:
     """An engine that starts at once; ``ready`` waits for it."""
 
-    def __init__(self, directory: Path, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, name: str, config: dict[str, Any], **environment: str) -> None:
         self.name = name
         self.stderr_path = directory / f"{name}.txt"
         config_path = directory / f"{name}.json"
@@ -72,7 +72,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "engine_child.py"), str(config_path)],
             # SGLang compiles a part of itself with what is beside the interpreter.
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, "PATH": programs},
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, "PATH": programs} | environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
             start_new_session=True,
         )  # fmt: skip
@@ -113,10 +113,14 @@ class EngineProcess:
         """Empty its cache."""
         assert self._ask({"do": "flush"}) == {"flushed": True}
 
-    def stop(self) -> None:
-        """End it, and the children that SGLang has made."""
+    def hang_up(self) -> None:
+        """Have it end, without waiting for it."""
         if self.process.stdin is not None:
             self.process.stdin.close()
+
+    def stop(self) -> None:
+        """End it, and the children that SGLang has made."""
+        self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
         # They are of its own process group, and none of them is needed any more.

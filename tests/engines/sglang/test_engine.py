@@ -1,4 +1,4 @@
-"""Real SGLang engines, a D and a P, with a real daemon between them; every answer against transformers' own.
+"""Real SGLang engines, a D and a P, with a real daemon between them; every answer against an engine without.
 
 D and P do what they do when prefill and decode are disaggregated: P computes the prompt, D has the same KV
 and decodes the answer, and at the next turn P gets the answer's KV back. Here D computes the prompt's KV
@@ -31,27 +31,15 @@ ANSWER_TOKENS = 60
 # Holds everything that is pushed here, so that nothing is evicted.
 ARENA_BYTES = 8 << 20
 SHOWN_TOKENS = 8
+# Nothing may end because the machine is busy.
+PATIENT = {
+    "lease_ms": 60_000,
+    "reserve_timeout_ms": 600_000,
+    "transfer_timeout_ms": 600_000,
+    "ready_ttl_ms": 3_600_000,
+}
 # K and V of three layers, two heads of 32 numbers of 4 bytes.
 TOKEN_BYTES = 2 * 3 * 2 * 32 * 4
-
-
-class Reference:
-    """The same weights in transformers, without any cache."""
-
-    def __init__(self, directory: Path) -> None:
-        from transformers import LlamaForCausalLM
-
-        self._model = LlamaForCausalLM.from_pretrained(directory).eval()
-
-    def generate(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        import torch
-
-        tokens = list(token_ids)
-        with torch.inference_mode():
-            for _ in range(max_tokens):
-                logits = self._model(torch.tensor([tokens]), use_cache=False).logits
-                tokens.append(int(logits[0, -1].argmax()))
-        return tokens[len(token_ids) :]
 
 
 class Shown:
@@ -121,7 +109,7 @@ class Conversation:
 
 
 class Trio:
-    """A daemon; D, P, and a P that does not verify; and the reference."""
+    """A daemon; D, P, and a P that does not verify; an engine without snapd, which computes every token."""
 
     def __init__(self, daemon: DaemonProcess, directory: Path, shown: Shown) -> None:
         self.daemon = daemon
@@ -132,12 +120,16 @@ class Trio:
         roles: dict[str, dict[str, Any]] = {
             "d": {"role": "decode"}, "p": {"role": "prefill"}, "blind": {"role": "prefill", "verify": False},
         }  # fmt: skip
+        self.hold = directory / "hold"
         self.engines = {
-            name: EngineProcess(directory, name, engine_config(model, common | role))
+            name: EngineProcess(
+                directory, name, engine_config(model, common | role), SNAPD_TEST_HOLD=str(self.hold)
+            )
             for name, role in roles.items()
         }
         self.d, self.p, self.blind = self.engines.values()
-        self.reference = Reference(model)
+        plain = engine_config(model, None) | {"disable_radix_cache": True}
+        self.plain = self.engines["plain"] = EngineProcess(directory, "plain", plain)
 
     def client(self) -> Client:
         return Client(str(self.daemon.socket_path), timeout_s=PATIENCE_S)
@@ -168,6 +160,12 @@ class Trio:
         with self.client() as client:
             self.wait_for(lambda: client.stats().core.layouts > 0, "P has declared its layout")
 
+    def expected(self, token_ids: Sequence[int], max_tokens: int = SHOWN_TOKENS) -> list[int]:
+        """Return what SGLang answers without snapd."""
+        answer, cached = self.plain.generate(token_ids, max_tokens)
+        assert cached == 0
+        return answer
+
     def corrupt(self) -> None:
         """Turn the sign of every number in the arena."""
         import torch
@@ -177,9 +175,9 @@ class Trio:
         arena.close()
 
     def assert_equal(self, p: EngineProcess, conversation: Conversation, cached_tokens: int) -> None:
-        """P's answer to the prompt is the reference's, and it computed no more than it had to."""
+        """P's answer is that of the engine without snapd, and P computed no more than it had to."""
         answer, cached = p.generate(conversation.prompt, SHOWN_TOKENS)
-        expected = self.reference.generate(conversation.prompt, SHOWN_TOKENS)
+        expected = self.expected(conversation.prompt)
         self.shown.unequal += answer != expected
         self.shown.prompt_tokens += len(conversation.prompt)
         assert answer == expected
@@ -191,11 +189,14 @@ class Trio:
 def trio(sglang: None, request: pytest.FixtureRequest) -> Iterator[Trio]:
     shown = Shown()
     with tempfile.TemporaryDirectory(prefix="snapd-") as directory, contextlib.ExitStack() as stack:
-        daemon = DaemonProcess(Path(directory), {"size": ARENA_BYTES, "reserve_timeout_ms": 600_000})
+        daemon = DaemonProcess(Path(directory), {"size": ARENA_BYTES, **PATIENT})
         stack.callback(daemon.stop)
         made = Trio(daemon, Path(directory), shown)
         for engine in made.engines.values():
             stack.callback(engine.stop)
+        # All at once.
+        for engine in made.engines.values():
+            stack.callback(engine.hang_up)
         for engine in made.engines.values():
             engine.ready()
         yield made
@@ -205,13 +206,12 @@ def trio(sglang: None, request: pytest.FixtureRequest) -> Iterator[Trio]:
 
 
 def test_ps_answers_with_ds_kv_are_those_without(trio: Trio) -> None:
-    """Turns 2 and 3: P computes only what D did not, and says what transformers says."""
+    """Turns 2 and 3: P computes only what D did not, and P and D answer as an engine without snapd does."""
     conversation = Conversation(trio, seed=1)
     assert conversation.own_tokens > 0
     reusable = conversation.first_turn(trio.p)
     for _ in range(2):
-        expected = trio.reference.generate(conversation.prompt, ANSWER_TOKENS)
-        assert conversation.answer == expected
+        assert conversation.answer == trio.expected(conversation.prompt, ANSWER_TOKENS)
         held = conversation.own_tokens
         conversation.ask()
         trio.assert_equal(trio.p, conversation, cached_tokens=reusable)
@@ -261,14 +261,23 @@ def test_with_the_daemon_full_p_computes(trio: Trio) -> None:
         client.transfer_failed(filler.slab_handle, drained=True)
 
 
-def test_with_the_daemon_killed_while_d_pushes_p_computes(trio: Trio) -> None:
-    conversation = Conversation(trio, seed=5)
+@pytest.mark.parametrize(("seed", "is_moving"), [(5, False), (10, True)])
+def test_with_the_daemon_killed_while_d_pushes_p_computes(trio: Trio, seed: int, is_moving: bool) -> None:
+    """While D waits for its answer, and with some of the bytes written."""
+    conversation = Conversation(trio, seed)
     trio.p.generate(conversation.prompt, 1)
     own_tokens = conversation.own_tokens
-    # D's push waits for an answer that never comes.
-    trio.daemon.process.send_signal(signal.SIGSTOP)
-    conversation.decode()
+    if is_moving:
+        trio.hold.touch()
+        conversation.decode()
+        trio.wait_for(trio.hold.with_suffix(".held").exists, "D has written some bytes")
+        with trio.client() as client:
+            assert client.list_sessions(states=(State.TRANSFERRING,)).sessions
+    else:
+        trio.daemon.process.send_signal(signal.SIGSTOP)
+        conversation.decode()
     trio.daemon.kill()
+    trio.hold.unlink(missing_ok=True)
     try:
         conversation.ask()
         trio.assert_equal(trio.p, conversation, cached_tokens=own_tokens)
@@ -285,7 +294,9 @@ def test_corrupt_bytes_never_reach_p(trio: Trio) -> None:
     conversation.ask()
     answer, cached = trio.p.generate(conversation.prompt, SHOWN_TOKENS)
     trio.shown.corrupt_reached_tree += cached > own_tokens
-    assert answer == trio.reference.generate(conversation.prompt, SHOWN_TOKENS)
+    is_equal = answer == trio.expected(conversation.prompt)
+    trio.shown.unequal += not is_equal
+    assert is_equal
     assert cached == own_tokens < reusable
     trio.wait_for(lambda: trio.reasons().count("checksum-mismatch") > before, "the log says why")
 
@@ -302,5 +313,5 @@ def test_without_verification_corrupt_bytes_change_the_answer(trio: Trio) -> Non
     corrupt.ask()
     answer, cached = trio.blind.generate(corrupt.prompt, SHOWN_TOKENS)
     assert cached == reusable
-    trio.shown.control_differs = answer != trio.reference.generate(corrupt.prompt, SHOWN_TOKENS)
+    trio.shown.control_differs = answer != trio.expected(corrupt.prompt)
     assert trio.shown.control_differs

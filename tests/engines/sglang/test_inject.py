@@ -360,6 +360,19 @@ def test_with_several_ranks_there_are_no_steps(daemon: DaemonProcess) -> None:
         assert stage.p.injector.finalize_ingest(request) == ok(32)
 
 
+def test_an_idle_p_that_pings_has_its_layout_declared_after_a_restart() -> None:
+    """Without the ping D is refused: nobody has declared the layout in this life of the daemon."""
+    tokens = tokens_of(48)
+    with serving() as daemon, staged(daemon, PAGED) as stage:
+        daemon.kill()
+        daemon.restart()
+        with pytest.raises(AssertionError, match="layout-mismatch"):
+            stage.ready("s", tokens)
+        stage.clients[1].ping()
+        assert stage.ingest("s", tokens, stage.ready("s", tokens)) == ok(48)
+        assert stage.p.resident(tokens) == 48
+
+
 def test_what_is_ready_can_be_looked_up(daemon: DaemonProcess) -> None:
     with staged(daemon, PAGED) as stage:
         handle = stage.ready("s", tokens_of(32))
