@@ -200,7 +200,9 @@ class Lane:
                 self._come_home(told)
 
     def _fail(self, told: Told) -> None:
-        assert self.is_disturbed, f"{self.name}: nothing was done to it, and {told}"
+        # A daemon that was killed while this lane was between turns knows P's layout when P speaks to it again.
+        is_known = self.is_disturbed or told.reason == Reason.LAYOUT_MISMATCH
+        assert is_known, f"{self.name}: nothing was done to it, and {told}"
         self.failures[told.reason] += 1
         pause_ms = min(max(told.retry_after_ms, AGAIN_MS_MIN), AGAIN_MS_MAX)
         self._not_before_s = time.monotonic() + pause_ms / 1_000

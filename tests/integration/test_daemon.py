@@ -358,6 +358,8 @@ def test_a_second_sigterm_ends_it_at_once_and_the_next_start_closes_what_was_ope
     with clients_of(daemon, 2) as (client, other):
         handle = client.ready()
         client.lease(handle)
+        # What is not on the disk when it ends at once is in nobody's log.
+        wait_for(lambda: b"lease.granted" in daemon.log_path.read_bytes(), "the lease is in the log")
         daemon.process.terminate()
         wait_for(lambda: other.stats().core.is_draining, "it drains")
         daemon.process.terminate()
