@@ -82,14 +82,18 @@ def parse_address(text: str) -> TcpAddress | str:
     missing = [name for name in _FILES if not values.get(name)]
     if missing:
         raise ConfigError(f"{shown} needs {' and '.join(missing)}: write it like {_EXAMPLE}")
-    ca, cert, key = (str(Path(values[name]).expanduser()) for name in _FILES)
+    try:
+        ca, cert, key = (str(Path(values[name]).expanduser()) for name in _FILES)
+    except (RuntimeError, ValueError) as error:  # There is no such user, or no user can be called so.
+        raise ConfigError(f"{shown}: a path begins with ~: {error} Write it like {_EXAMPLE}") from None
     return TcpAddress(shown, host, port, TlsFiles(ca, cert, key, values.get("name") or host))
 
 
 class Resolver:
     """Finds out what a host's name stands for, in a thread, so that nobody waits for it.
 
-    The latest answer is kept. After a failed connection it is asked anew: the daemon may have moved.
+    The latest answer is kept. After a failed connection it is asked anew: the daemon may have moved. A name
+    that stands for several addresses gives them turn by turn, one after each failure.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -97,7 +101,8 @@ class Resolver:
         self._port = port
         self._lock = threading.Lock()
         self._is_asking = False
-        self._found: SockAddr | None = None
+        self._found: list[SockAddr] = []
+        self._num_doubts = 0
         self._error: OSError | None = None
 
     def take(self) -> SockAddr | None:
@@ -120,14 +125,16 @@ class Resolver:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-            if self._found is None:
+            if not self._found:
                 self._ask()
-            return self._found
+                return None
+            return self._found[self._num_doubts % len(self._found)]
 
     def doubt(self) -> None:
-        """The address did not do: ask what it is now. Until it is known the old one stands."""
+        """The address did not do: ask what it is now. Until it is known the old ones stand."""
         with self._lock:
-            if self._found is not None:
+            if self._found:
+                self._num_doubts += 1
                 self._ask()
 
     def _ask(self) -> None:
@@ -138,11 +145,11 @@ class Resolver:
     def _look_up(self) -> None:
         import socket
 
-        found: SockAddr | None = None
+        found: list[SockAddr] = []
         error: OSError | None = None
         try:
-            family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-            found = family, tuple(address)
+            infos = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            found = [(family, tuple(address)) for family, _, _, _, address in infos]
         except OSError as problem:
             error = problem
         except Exception as problem:  # A thread must not end without an answer.

@@ -8,6 +8,7 @@ Source: design, section 5.
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 NAME_CHARS_MAX: Final = 64
+# Names are files, stand in TOML, and are patterns in access rules: a client named "*" would be everybody.
+# Colons are for IPv6.
+_NAME: Final = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 # A clock that is a little behind must not refuse a new certificate.
 _BACKDATED: Final = datetime.timedelta(minutes=5)
 
@@ -50,9 +54,10 @@ def make_certificates(directory: Path, servers: Sequence[str], clients: Sequence
     except ImportError as error:
         raise ExtraMissing("certificates are made with a package: pip install 'kv-snapd[tls]'") from error
     for name in (*servers, *clients):
-        if not 0 < len(name) <= NAME_CHARS_MAX or not name.isascii() or "/" in name or name.startswith("."):
+        if len(name) > NAME_CHARS_MAX or not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no name for a certificate: up to {NAME_CHARS_MAX} letters, such as d-0"
+                f"{name!r} is no name for a certificate: up to {NAME_CHARS_MAX} letters, digits, dots and "
+                "hyphens, such as d-0"
             )
     if len({*clients, "server", "ca"}) != len(clients) + 2:
         raise ConfigError("every client needs a name of its own, other than server and ca")

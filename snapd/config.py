@@ -189,7 +189,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ),
     ] = ""
     tcp_connections_max: Annotated[
-        int, _count("Connections to `tcp_address` that may be open at a time; more are refused.", 65_536)
+        int,
+        _count(
+            "Connections to `tcp_address` that may be open at a time, and half as many of one client; more "
+            "are refused.",
+            65_536,
+        ),
     ] = 1_024
     tls_certificate_path: Annotated[
         str, Meta(description="PEM file with the daemon's certificate, and those between it and its CA.")

@@ -106,11 +106,6 @@ class Channel:
             return False
         return self.sock.wants_write or (self.sock.takes_output and self._exchange.next_output() is not None)
 
-    @property
-    def wants_read(self) -> bool:
-        """What comes is to be read: there is room for it, or it belongs to a handshake."""
-        return self._exchange.wants_read or (self.sock is not None and not self.sock.takes_output)
-
     def read(self) -> None:
         """Take in what has come."""
         for _ in range(READS_MAX):
@@ -156,7 +151,7 @@ class Channel:
 
     def _read_once(self) -> int:
         """Read once and return how many bytes came; 0: none, or the connection has ended."""
-        if self.sock is None or not self.wants_read:
+        if self.sock is None or not self._exchange.wants_read:
             return 0
         try:
             data = self.sock.recv(READ_BYTES)
@@ -336,12 +331,10 @@ class Link:
         poller.register(self._wake, select.POLLIN)
         sock = self._channel.sock
         if sock is not None:
-            events = select.POLLIN if self._channel.wants_read else 0
+            events = select.POLLIN if self.exchange.wants_read else 0
             if self._channel.wants_write:
                 events |= select.POLLOUT
-            if events:
-                # Else a hang-up, which is always told, would end every sleep at once, and not be read.
-                poller.register(sock, events)
+            poller.register(sock, events)
         elif self.exchange.wants_connection:
             remaining_s = min(remaining_s, RETRY_S)
         self._has_leader = True
@@ -477,7 +470,7 @@ class AsyncLink:
             if self.exchange.wants_connection and self._retry is None:
                 self._retry = loop.call_later(RETRY_S, self.pump)
             return
-        wants_read = self._channel.wants_read
+        wants_read = self.exchange.wants_read
         wants_write = self._channel.wants_write
         if wants_read and not self._is_reading:
             loop.add_reader(sock.fileno(), self.pump)

@@ -75,6 +75,9 @@ def _tenant_refusal(
         tenant = request.layout.namespace.tenant
     elif isinstance(request, w.SnapshotPrepareReceiveReqInput | w.LookupReq):
         declared = books.directory.layout(request.layout_fingerprint)
+        if declared is None and isinstance(request, w.LookupReq):
+            # Snapshots outlive the table of layouts, and whose this one is cannot be said any more.
+            return Reason.LAYOUT_MISMATCH, "no P has declared this layout, or it was forgotten since"
         if declared is None:
             return None  # The core says what is wrong with it.
         tenant = declared.layout.namespace.tenant

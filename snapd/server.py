@@ -29,6 +29,8 @@ _log: Final = structlog.get_logger("snapd.server")
 _NOBODY: Final = Rights("", roles=frozenset())
 # One warning a kind in this time; a flood of bad peers must not become a flood of lines.
 _WARN_EVERY_S: Final = 5.0
+# One client with some rights only may have this part of all connections.
+_SHARE_OF_CONNECTIONS: Final = 2
 # A client is congested when this much waits to be read by it, and no more of its requests are taken.
 _CONGESTED_BYTES: Final = 64 * KIB
 # Requests of one connection that are answered before the others get their turn.
@@ -90,8 +92,8 @@ class Server:
         self.watchers: dict[int, Connection] = {}
         # Those of ``connections`` that came over TCP.
         self.tcp_connections: set[int] = set()
-        # How many of those each client has.
-        self.tcp_owners: Counter[str] = Counter()
+        # How many connections each client has that has some rights only.
+        self.owners: Counter[str] = Counter()
         self._last_conn_id = 0
 
     def new_connection(self) -> "Connection":
@@ -199,6 +201,8 @@ class Connection(asyncio.Protocol):
         self._last_chance: asyncio.TimerHandle | None = None
         self._shown: deque[bytes] = deque()
         self._num_lost = 0
+        # Since a descriptor was last handed over.
+        self._has_replied = False
 
     # --- what the loop calls -------------------------------------------------------------------
 
@@ -215,6 +219,8 @@ class Connection(asyncio.Protocol):
         refusal = self._identify() or self._too_many()
         if refusal is None:
             self._server.connections[self.conn_id] = self
+            if not self.rights.is_full:
+                self._server.owners[self.rights.owner] += 1
         else:
             self._refuse_connection(*refusal)
 
@@ -239,9 +245,18 @@ class Connection(asyncio.Protocol):
         connections_max = self._config.connections_max
         # Those over TCP have a bound of their own, so that they cannot keep local ones out.
         if len(self._server.connections) - len(self._server.tcp_connections) < connections_max:
-            return None
+            return self._too_many_of_one(connections_max, "connections_max")
         self._server.warnings.warn("too many connections", connections_max=connections_max)
         return Reason.LIMIT_REACHED, f"{connections_max} connections are open (connections_max)"
+
+    def _too_many_of_one(self, connections_max: int, setting: str) -> tuple[Reason, str] | None:
+        """Return why a client with some rights only has as many as it may have: half of all, or one."""
+        share = max(1, connections_max // _SHARE_OF_CONNECTIONS)
+        owner = self.rights.owner
+        if self.rights.is_full or self._server.owners[owner] < share:
+            return None
+        self._server.warnings.warn("too many connections of one client", **self._who(), share=share)
+        return Reason.LIMIT_REACHED, f"{owner} has {share} connections open (half of {setting})"
 
     def _who(self) -> dict[str, object]:
         """Return who the client is, for a warning."""
@@ -256,7 +271,8 @@ class Connection(asyncio.Protocol):
         """Forget the client. Its attempts go on: it may come back and commit."""
         del exc
         self._transport = None
-        self._server.connections.pop(self.conn_id, None)
+        if self._server.connections.pop(self.conn_id, None) is not None and not self.rights.is_full:
+            self._server.owners -= Counter((self.rights.owner,))
         self._server.watchers.pop(self.conn_id, None)
         self._is_closed = True
         # A vote that waits keeps this object for a while.
@@ -408,7 +424,6 @@ class Connection(asyncio.Protocol):
     def hand_over(self, message: w.MapBufferRep, fd: int) -> bool:
         """Answer with a file descriptor, past the loop's own buffer, which must be empty for that."""
         assert self._transport is not None
-        has_replied = bool(self._gathered)
         self._write_gathered()
         if self._transport.get_write_buffer_size():
             return False
@@ -418,10 +433,11 @@ class Connection(asyncio.Protocol):
             with self._socket() as sock:
                 is_sent = socket.send_fds(sock, [frame], [fd]) == len(frame)
         except OSError as error:
-            if has_replied and isinstance(error, BlockingIOError):
-                return False  # The replies of this turn have just filled the socket.
+            if self._has_replied and isinstance(error, BlockingIOError):
+                return False  # Replies fill the socket, and not descriptors that the client does not take.
             is_sent = False
         self._in_flight -= 1
+        self._has_replied = False
         if not is_sent:
             self.close()
         return True
@@ -487,6 +503,7 @@ class Connection(asyncio.Protocol):
             return
         assert self._transport is not None
         self._transport.write(frames)
+        self._has_replied = True
         if self._transport.get_write_buffer_size() > self._config.reply_buffer_bytes_max:
             self._server.warnings.warn("client does not read", **self._who())
             self._is_closed = True

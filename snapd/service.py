@@ -511,7 +511,8 @@ def _without_others_layouts(refused: e.Refused, rights: Rights) -> e.Refused:
     """Return *refused*; for whoever sees some tenants only, without the names of what others declared."""
     if rights.tenants is None:
         return refused
-    return replace(refused, detail="no P of this tenant has declared this layout for these ranks")
+    detail = "no P of this tenant has declared this layout for these ranks"
+    return msgspec.structs.replace(refused, detail=detail)
 
 
 def _unexpected(request_id: int, result: e.Result) -> w.ErrorRep:

@@ -28,8 +28,6 @@ _BACKLOG: Final = 256
 _ACCEPT_RETRY_S: Final = 0.1
 # One address may have this part of all handshakes under way.
 _SHARE_OF_HANDSHAKES: Final = 4
-# One client may have this part of all connections.
-_SHARE_OF_CONNECTIONS: Final = 2
 _NAMES_MAX: Final = 64
 # A peer's host may vanish without a word; it is found out about in a minute or so.
 _KEEPALIVE: Final = (
@@ -116,12 +114,7 @@ class TcpConnection(Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the client."""
-        if self.conn_id in self._server.tcp_connections:
-            self._server.tcp_connections.remove(self.conn_id)
-            owners = self._server.tcp_owners
-            owners[self.rights.owner] -= 1
-            if owners[self.rights.owner] <= 0:
-                del owners[self.rights.owner]
+        self._server.tcp_connections.discard(self.conn_id)
         super().connection_lost(exc)
 
     def _identify(self) -> tuple[Reason, str] | None:
@@ -150,14 +143,10 @@ class TcpConnection(Connection):
                 Reason.LIMIT_REACHED,
                 f"{tcp_connections_max} TCP connections are open (tcp_connections_max)",
             )
-        share = max(1, tcp_connections_max // _SHARE_OF_CONNECTIONS)
-        owner = self.rights.owner
-        if self._server.tcp_owners[owner] >= share:
-            self._server.warnings.warn("too many TCP connections of one client", **self._who(), share=share)
-            return Reason.LIMIT_REACHED, f"{owner} has {share} connections open (half of tcp_connections_max)"
-        tcp_connections.add(self.conn_id)
-        self._server.tcp_owners[owner] += 1
-        return None
+        refusal = self._too_many_of_one(tcp_connections_max, "tcp_connections_max")
+        if refusal is None:
+            tcp_connections.add(self.conn_id)
+        return refusal
 
     def _who(self) -> dict[str, object]:
         return {"address": self._address, "client": self.label}

@@ -7,6 +7,7 @@ import pytest
 from snapd.access import ALL_ROLES, Access, AccessRule, Rights, check_rules
 from snapd.config import load
 from snapd.errors import ConfigError
+from snapd.tcplistener import names_of
 
 PUSHER = AccessRule(certificate="d-*", roles=("pusher",))
 
@@ -33,6 +34,19 @@ def test_a_user_with_every_right_needs_no_rule() -> None:
 def test_a_certificate_counts_by_a_name_that_fits(names: list[str], owner: str | None) -> None:
     rights = Access([PUSHER], ()).of_certificate(names)
     assert (rights.owner if rights else None) == owner
+
+
+def test_a_certificate_has_its_dns_and_uri_names_or_else_its_common_name() -> None:
+    subject = ((("organizationName", "d-0"),), (("commonName", "cn"),))
+    others = (("IP Address", "10.0.0.1"), ("email", "d-0"), ("Registered ID", "1.2"))
+    assert names_of({"subject": subject, "subjectAltName": (("URI", "u:d"), *others, ("DNS", "d"))}) == [
+        "u:d",
+        "d",
+    ]
+    assert names_of({"subject": subject, "subjectAltName": others}) == ["cn"]
+    assert names_of(None) == names_of({}) == []
+    many = tuple(("DNS", f"d-{number}") for number in range(9_000))
+    assert len(names_of({"subjectAltName": many})) == 64, "they are held against the rules while others wait"
 
 
 def test_the_first_rule_that_fits_counts() -> None:

@@ -1,15 +1,18 @@
 """What a client writes for a daemon, and how often an address may come."""
 
+import json
 import socket
 import threading
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from snapd.address import Resolver, TcpAddress, TlsFiles, parse_address
 from snapd.certs import make_certificates
+from snapd.cli.main import cli
 from snapd.errors import ConfigError
 from snapd.ratelimit import ADDRESSES_MAX, BURST_S, AddressLimiter, network_of
 
@@ -40,7 +43,8 @@ def test_addresses_are_taken_apart() -> None:
         "tls://host", "tls://:7", f"tls://host:7/path?{FILES}", "tls://host:7", "tls://host:7?ca=/a&cert=/b",
         f"tls://host:7?{FILES}&key=/d", f"tls://host:7?{FILES}&kee=/d", "tcp://host:7?ca=/a", "tcp://host:99999",
         f"tls://me@host:7?{FILES}", "tls://[::1:7", "tls://host:7?ca", f"tls://host:7?{FILES}#x",
-        "tls://host:7?ca=&cert=/b&key=/c",
+        "tls://host:7?ca=&cert=/b&key=/c", "tls://host:7?ca=~no-such-user/a&cert=/b&key=/c",
+        "tls://host:7?ca=~%00/a&cert=/b&key=/c",
     ],
 )  # fmt: skip
 def test_what_begins_as_an_address_and_is_none_is_refused(text: str) -> None:
@@ -85,6 +89,31 @@ def test_names_are_looked_up_without_anybody_waiting(monkeypatch: pytest.MonkeyP
     finish()
     assert resolver.take() == (socket.AF_INET, ("10.0.0.2", 7))
     assert not asked.acquire(blocking=False), "asked once each time"
+
+
+def test_a_name_with_several_addresses_gives_another_after_each_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A daemon may listen on one of them only."""
+    infos = [
+        (socket.AF_INET6, 1, 6, "", ("::1", 7, 0, 0)),
+        (socket.AF_INET, 1, 6, "", ("127.0.0.1", 7)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
+    resolver = Resolver("localhost", 7)
+    resolver.take()
+    given = []
+    for _ in range(3):
+        for thread in threading.enumerate():
+            if thread.name == "snapd-resolver":
+                thread.join(20)
+        given.append(resolver.take())
+        resolver.doubt()
+    assert given == [
+        (socket.AF_INET6, ("::1", 7, 0, 0)),
+        (socket.AF_INET, ("127.0.0.1", 7)),
+        (socket.AF_INET6, ("::1", 7, 0, 0)),
+    ]
 
 
 def test_numbers_are_not_looked_up() -> None:
@@ -164,8 +193,21 @@ def test_certificates_are_made_once_and_their_keys_are_private(tmp_path: Path) -
     assert made.ca.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65, "server", "ca"])
-def test_a_name_that_makes_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_addresses_that_are_printed_can_be_used_whatever_the_directory_is_called(tmp_path: Path) -> None:
+    directory = tmp_path / "a+b c&d?e#f%41"
+    command = ["certs", "init", str(directory), "--server", "localhost", "--client", "d-0", "--json"]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 0, result.output
+    address = parse_address(json.loads(result.output)["clients"]["d-0"])
+    assert isinstance(address, TcpAddress) and address.tls is not None
+    for path in (address.tls.ca_path, address.tls.certificate_path, address.tls.key_path):
+        assert Path(path).parent == directory.resolve() and Path(path).is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "..", "ä", "x" * 65, "server", "ca", "*", "d-?", "[d]", 'd"', "d 0", "-d", "d\n"]
+)
+def test_a_name_that_makes_no_file_or_means_more_than_itself_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         make_certificates(tmp_path, ["localhost"], [name], 3)
     assert list(tmp_path.iterdir()) == []

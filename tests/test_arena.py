@@ -55,6 +55,21 @@ def test_a_read_only_descriptor_cannot_be_mapped_for_writing(arena: HostArena) -
     os.close(fd)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_cannot_open_a_read_only_descriptor_anew_to_write(arena: HostArena) -> None:
+    fd = arena.open_fd(writable=False)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(65_534)
+            os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        except PermissionError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(fd)
+
+
 def test_descriptors_are_not_inherited_and_outlive_the_arena() -> None:
     with HostArena(0, SIZE_BYTES, hugepages="off") as arena:
         fds = [arena.open_fd(writable=True), arena.open_fd(writable=False)]

@@ -61,6 +61,8 @@ def init(
     directory: Path, servers: tuple[str, ...], clients: tuple[str, ...], days: int, as_json: bool
 ) -> None:
     """Make a private CA, and certificates for the daemon and its clients, in DIRECTORY."""
+    from urllib.parse import quote
+
     from snapd.certs import make_certificates
 
     roles = dict(_role(client) for client in clients)
@@ -69,7 +71,8 @@ def init(
     made = make_certificates(directory.resolve(), servers, tuple(roles), days)
     where = f"[{servers[0]}]" if ":" in servers[0] else servers[0]
     addresses = {
-        name: f"tls://{where}:{PORT}?ca={made.ca}&cert={certificate}&key={key}"
+        name: f"tls://{where}:{PORT}?ca={quote(str(made.ca))}&cert={quote(str(certificate))}"
+        f"&key={quote(str(key))}"
         for name, (certificate, key) in made.certificates.items()
         if name != "server"
     }

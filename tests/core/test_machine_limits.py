@@ -16,7 +16,7 @@ from snapd.core.machine import Machine
 from snapd.core.session import RETRY_AFTER_MS_MAX, RETRY_AFTER_MS_MIN, Settings, transfer_time_ns
 from snapd.core.slab import Extent, SlabAllocator
 from snapd.errors import InvariantBroken, Reason
-from snapd.layout import fingerprint
+from snapd.layout import Layout, Namespace, fingerprint
 from snapd.units import MB
 
 Make = Callable[..., Driver]
@@ -83,6 +83,16 @@ def test_declaring_again_counts_as_use(make: Make) -> None:
     layouts = [layout_of(model=str(i)) for i in range(3)]
     drive = make(1, layouts_max=2, layouts=(layouts[0], layouts[1], layouts[0], layouts[2]))
     assert list(drive.machine.books.directory.layouts) == [fingerprint(layouts[0]), fingerprint(layouts[2])]
+
+
+def test_a_tenant_that_declares_very_many_layouts_drives_out_its_own(make: Make) -> None:
+    layouts = {
+        name: Layout((16, 16), page_size_tokens=4, namespace=Namespace(model=name, tenant=name[0]))
+        for name in ("a0", "b0", "b1", "b2", "b3", "b4", "c0")
+    }
+    drive = make(1, layouts_max=4, layouts=tuple(layouts.values()))
+    known = drive.machine.books.directory.layouts
+    assert list(known) == [fingerprint(layouts[name]) for name in ("a0", "b3", "b4", "c0")]
 
 
 def test_statistics_are_a_snapshot(make: Make) -> None:

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtensionOID
 from daemon_process import DaemonProcess
 from raw_client import LAYOUT, WAIT_S, LogFollower, RawClient, Stage, wait_for
 
@@ -29,8 +33,11 @@ from snapd.errors import (
     PermissionDenied,
     Reason,
 )
+from snapd.exchange import Exchange
 from snapd.layout import Namespace, fingerprint
+from snapd.links import Channel
 from snapd.mapping import map_arena
+from snapd.streams import TlsStream
 
 PREPARE = {"session_id": "s", "num_tokens": 4, "layout_fingerprint": "x"}
 CLIENTS = ("d-0", "d-1", "d-2", "p-0", "p-a", "d-a", "d-b", "op", "nobody")
@@ -305,6 +312,9 @@ def test_tenants_neither_see_nor_touch_each_others_snapshots(shared: TlsDaemon, 
             of_b = d_b.granted("same-name", layout_fingerprint=b)
             prepare: dict[str, Any] = {"session_id": "same-name", "num_tokens": 4, "layout_fingerprint": b}
             assert d_a.refusal(w.SnapshotPrepareReceiveReqInput, **prepare) is Reason.PERMISSION_DENIED
+            unknown = d_a.ask(w.SnapshotPrepareReceiveReqInput, **prepare | {"layout_fingerprint": "x"})
+            assert unknown.reason is Reason.LAYOUT_MISMATCH
+            assert b not in unknown.detail and a not in unknown.detail, "others' layouts are not told"
             for client, handle in ((d_a, of_a), (d_b, of_b)):
                 client.start(handle)
                 assert client.commit(handle).state == "READY"
@@ -323,6 +333,24 @@ def test_tenants_neither_see_nor_touch_each_others_snapshots(shared: TlsDaemon, 
         assert witness.view(of_b).state == "READY"
         for handle in (of_a, of_b):
             witness.ask(w.AbortReq, slab_handle=handle)
+
+
+def test_a_snapshot_whose_layout_was_forgotten_is_not_found_by_another_tenant(
+    start: Callable[..., TlsDaemon], made: Made
+) -> None:
+    daemon = start(layouts_max=1)
+    layout = type(LAYOUT)(
+        LAYOUT.k_stride_bytes, LAYOUT.v_stride_bytes, page_size_tokens=4, namespace=Namespace(tenant="b")
+    )
+    with RawClient(daemon.socket_path) as witness, TlsClient(daemon, made, "p-a") as p_a:
+        b = witness.declare(layout)
+        handle = witness.granted("of-b", layout_fingerprint=b, page_keys=("k" * 32,))
+        witness.start(handle)
+        assert witness.commit(handle).state == "READY"
+        witness.declare()
+        for by in ({"session_id": "of-b"}, {"page_keys": ("k" * 32,)}):
+            assert witness.ask(w.LookupReq, layout_fingerprint=b, **by).slab_handle == handle
+            assert p_a.refusal(w.LookupReq, layout_fingerprint=b, **by) is Reason.LAYOUT_MISMATCH
 
 
 # --- who is not let in
@@ -355,6 +383,40 @@ def test_nobody_is_let_in_without_the_right_certificate(
                 assert tls.recv(100) == b"", "whoever shows no certificate is told nothing"
     with RawClient(shared.socket_path) as witness:
         assert witness.ask(w.PingReq).epoch
+
+
+def test_a_certificate_that_cannot_be_read_ends_its_connection_only(
+    shared: TlsDaemon, made: Made, tmp_path: Path
+) -> None:
+    """A CA may have signed a name that is no UTF-8."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    ca = x509.load_pem_x509_certificate(made.ca.read_bytes())
+    ca_key = serialization.load_pem_private_key(made.ca.with_suffix(".key").read_bytes(), None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    dns_name = b"\x30\x04\x82\x02\xff\xfe"
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([]))
+        .issuer_name(ca.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(ca.not_valid_before_utc)
+        .not_valid_after(ca.not_valid_after_utc)
+        .add_extension(x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, dns_name), False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    paths = tmp_path / "odd.pem", tmp_path / "odd.key"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    odd = Made(made.ca, {"odd": paths})
+    with contextlib.suppress(OSError), TlsClient(shared, odd, "odd") as client:
+        assert client.until_closed() == []
+    with TlsClient(shared, made, "d-0") as client:
+        assert client.ask(w.PingReq).epoch
 
 
 def test_an_older_tls_and_plain_text_are_refused(shared: TlsDaemon, made: Made) -> None:
@@ -475,6 +537,51 @@ def test_connections_over_tcp_are_bounded_for_themselves(start: Callable[..., Tl
     wait_for(has_room)
 
 
+def test_one_client_has_half_of_the_connections_over_tcp_and_none_of_the_local_ones(
+    start: Callable[..., TlsDaemon], made: Made
+) -> None:
+    daemon = start(tcp_connections_max=4, connections_max=2)
+    with contextlib.ExitStack() as stack:
+
+        def connected(name: str) -> TlsClient:
+            client = stack.enter_context(TlsClient(daemon, made, name))
+            assert client.ask(w.PingReq).epoch
+            return client
+
+        first = connected("d-0")
+        connected("d-0")
+        with TlsClient(daemon, made, "d-0") as third:
+            assert "half of tcp_connections_max" in third.until_closed()[0].detail
+        connected("d-1")
+        connected("p-0")
+        # Four over TCP, and two local ones have their places all the same.
+        with RawClient(daemon.socket_path) as one, RawClient(daemon.socket_path) as two:
+            assert one.ask(w.PingReq).epoch == two.ask(w.PingReq).epoch
+            with RawClient(daemon.socket_path) as three:
+                assert "connections_max" in three.until_closed()[0].detail
+        first.close()
+
+        def has_room() -> bool:
+            with contextlib.suppress(Exception), TlsClient(daemon, made, "d-0") as client:
+                return bool(client.ask(w.PingReq).epoch)
+            return False
+
+        wait_for(has_room)
+
+
+def test_whoever_says_nothing_after_the_handshake_is_cut_off(
+    start: Callable[..., TlsDaemon], made: Made
+) -> None:
+    daemon = start(frame_timeout_ms=300)
+    with TlsClient(daemon, made, "d-0") as quiet, TlsClient(daemon, made, "d-1") as silent:
+        assert quiet.ask(w.PingReq).epoch
+        assert silent.until_closed()[0].reason is Reason.INVALID_REQUEST
+        with TlsClient(daemon, made, "d-1") as slow:
+            slow.sock.sendall(b"\x01")
+            assert slow.until_closed()[0].reason is Reason.INVALID_REQUEST
+        assert quiet.ask(w.PingReq).epoch, "it has spoken, and may be quiet for as long as it likes"
+
+
 def test_a_client_that_does_not_read_is_cut_off(start: Callable[..., TlsDaemon], made: Made) -> None:
     daemon = start(frame_bytes_max=2 << 20, reply_buffer_bytes_max=2 << 20)
     with TlsClient(daemon, made, "op") as slow, RawClient(daemon.socket_path) as witness:
@@ -489,6 +596,39 @@ def test_a_client_that_does_not_read_is_cut_off(start: Callable[..., TlsDaemon],
         status = Path(f"/proc/{daemon.process.pid}/status").read_text()
         rss_kib = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
         assert rss_kib < 300 << 10
+
+
+# --- the client's stream
+
+
+def test_an_end_that_came_with_the_last_bytes_is_seen_while_the_socket_stays_open(made: Made) -> None:
+    """No event would tell of it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*made.certificates["server"])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = context.wrap_bio(incoming, outgoing, server_side=True)
+        stream = TlsStream(ours, context_of(made, "d-0"), "127.0.0.1")
+        for _ in range(4):
+            with contextlib.suppress(BlockingIOError):
+                incoming.write(theirs.recv(65_536))
+            with contextlib.suppress(ssl.SSLWantReadError):
+                server.do_handshake()
+            theirs.sendall(outgoing.read())
+            with contextlib.suppress(BlockingIOError):
+                stream.recv(65_536)
+        assert stream.takes_output and not stream.has_ended
+        server.write(w.encode_frame(w.WatchLost(count=1)))
+        with contextlib.suppress(ssl.SSLWantReadError):
+            server.unwrap()
+        theirs.sendall(outgoing.read())
+        channel = Channel("unused", Exchange())
+        channel.sock = stream
+        channel.read()
+        assert channel.sock is None and ours.fileno() == -1
 
 
 # --- certificates are renewed, and daemons restarted

@@ -113,6 +113,7 @@ class SimSocket:
     is_established = True
     wants_write = False
     takes_output = True
+    has_ended = False
 
     def __init__(self, wire: "Wire", reader: Reader) -> None:
         self._wire = wire
