@@ -200,7 +200,7 @@ class Lane:
                 self._come_home(told)
 
     def _fail(self, told: Told) -> None:
-        # A daemon that was killed while this lane was between turns knows P's layout when P speaks to it again.
+        # A daemon that was killed while this lane was between turns knows P's layout when P speaks again.
         is_known = self.is_disturbed or told.reason == Reason.LAYOUT_MISMATCH
         assert is_known, f"{self.name}: nothing was done to it, and {told}"
         self.failures[told.reason] += 1
