@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -84,17 +85,25 @@ def test_snapd_watch_that_stood_still_says_what_it_has_missed(start_daemon: Call
                 for number in range(LIVES):
                     live(client, number)
                 serve(pair)
-            last = client.ready("last")
-            told = []
-            for line in watch.stdout:
-                told.append(line)
-                if str(last) in line:
-                    break
+            told: list[str] = []
+            reader = threading.Thread(target=lambda lines: [told.append(line) for line in lines],
+                                      args=(watch.stdout,), daemon=True)  # fmt: skip
+            reader.start()
+            handles: list[str] = []
+
+            def has_caught_up() -> bool:
+                """What happens while it still lags behind is among what it has missed."""
+                handles.append(str(client.ready("last")))
+                threading.Event().wait(0.05)
+                return any(handle in line for line in told[-200:] for handle in handles)
+
+            wait_for(has_caught_up, "it has caught up", PATIENCE_S)
             assert any("lost: this side read too slowly" in line for line in told)
             assert len(told) < TRANSITIONS_A_LIFE * LIVES
             os.kill(watch.pid, signal.SIGINT)
             watch.wait(PATIENCE_S)
             wait_for(lambda: pair.d.stats().watchers == 0, "it is gone", PATIENCE_S)
+            reader.join(PATIENCE_S)
     finally:
         watch.kill()
         watch.wait()
