@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # What is encrypted at a time: little waits in memory for a peer that does not read.
 _WRITE_BYTES: Final = 64 * KIB
 _READ_BYTES: Final = 64 * KIB
-# The daemon's host may vanish without a word.
-_OPTIONS: Final = (
+# Of both sides. The other's host may vanish without a word; it is found out about in a minute or so.
+TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
@@ -255,7 +255,7 @@ def open_tcp(address: TcpAddress, resolver: Resolver) -> Stream:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        for option in _OPTIONS:
+        for option in TCP_OPTIONS:
             sock.setsockopt(*option)
         with contextlib.suppress(BlockingIOError):
             sock.connect(where)

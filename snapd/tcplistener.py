@@ -20,6 +20,7 @@ from snapd.errors import Reason, StartupError
 from snapd.metricsaddress import listen_address
 from snapd.ratelimit import AddressLimiter, network_of
 from snapd.server import Connection, Server
+from snapd.streams import TCP_OPTIONS
 from snapd.units import MS_PER_S
 
 _log: Final = structlog.get_logger("snapd.server")
@@ -29,15 +30,6 @@ _ACCEPT_RETRY_S: Final = 0.1
 # One address may have this part of all handshakes under way.
 _SHARE_OF_HANDSHAKES: Final = 4
 _NAMES_MAX: Final = 64
-# A peer's host may vanish without a word; it is found out about in a minute or so.
-_KEEPALIVE: Final = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-)
 
 
 class _ServerTls(ssl.SSLObject):
@@ -249,7 +241,7 @@ class TcpListener:
         handshake_s = self._config.tls_handshake_timeout_ms / MS_PER_S
         try:
             with contextlib.suppress(OSError):
-                for option in _KEEPALIVE:
+                for option in TCP_OPTIONS:
                     sock.setsockopt(*option)
             sock.setblocking(False)
             await self._loop.connect_accepted_socket(

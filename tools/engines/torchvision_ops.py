@@ -7,6 +7,7 @@ importing it fails at the first that is missing. SGLang imports it, and the CPU 
 import importlib.metadata
 
 import torch
+from torch.library import define
 
 _NAMES = ("nms", "qnms")
 
@@ -17,9 +18,7 @@ def declare_torchvision_ops() -> None:
         return
     for name in _NAMES:
         if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(
-                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _is_cpu_build() -> bool:
