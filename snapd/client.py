@@ -294,13 +294,19 @@ class Client(_Facts):
         return self._take_notified()
 
     def map_buffer(
-        self, rank: int, writable: bool = False, *, timeout_s: float | None = None, populate: bool = True
+        self,
+        rank: int,
+        writable: bool = False,
+        *,
+        timeout_s: float | None = None,
+        populate: bool = True,
+        device: str | None = None,
     ) -> "AnyMappedArena":
         """Map *rank*'s arena into this process; see ``snapd.mapping.map_arena``."""
         from snapd.mapping import map_arena
 
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return map_arena(self.socket_path, rank, writable, timeout_s, populate=populate)
+        return map_arena(self.socket_path, rank, writable, timeout_s, populate=populate, device=device)
 
     def watch(self, session_id: str = "", *, timeout_s: float | None = None) -> "Watch":
         """Return every transition and refusal from now on, on a connection of its own.
@@ -481,7 +487,13 @@ class AsyncClient(_Facts):
         return self._take_notified()
 
     async def map_buffer(
-        self, rank: int, writable: bool = False, *, timeout_s: float | None = None, populate: bool = True
+        self,
+        rank: int,
+        writable: bool = False,
+        *,
+        timeout_s: float | None = None,
+        populate: bool = True,
+        device: str | None = None,
     ) -> "AnyMappedArena":
         """Map *rank*'s arena into this process, in a thread; see ``snapd.mapping.map_arena``."""
         import asyncio
@@ -490,7 +502,7 @@ class AsyncClient(_Facts):
 
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         return await asyncio.to_thread(
-            map_arena, self.socket_path, rank, writable, timeout_s, populate=populate
+            map_arena, self.socket_path, rank, writable, timeout_s, populate=populate, device=device
         )
 
     async def watch(self, session_id: str = "", *, timeout_s: float | None = None) -> "AsyncWatch":

@@ -33,11 +33,13 @@ class Opening:
     Attributes:
         address: of the first byte in this process.
         size_bytes: of the allocation.
-        context: of the GPU that it lies on.
+        context: of the GPU that uses it: the one that it lies on, or another that reaches it.
+        home_device: where it lies.
     """
 
-    def __init__(self, context: cuda.Context, key: "_Key") -> None:
+    def __init__(self, context: cuda.Context, key: "_Key", home_device: str) -> None:
         self.context = context
+        self.home_device = home_device
         try:
             self.address, self.size_bytes = context.open_ipc(key[0])
         except CudaError:
@@ -47,11 +49,11 @@ class Opening:
         finalizer.atexit = False  # At exit a thread may still use it; the driver closes it then.
 
 
-# A handle, and the epoch of the daemon that gave it.
-_Key: TypeAlias = tuple[bytes, str]
+# A handle, the epoch of the daemon that gave it, and the GPU that uses it.
+_Key: TypeAlias = tuple[bytes, str, str]
 # One for each handle of a life of the daemon, as long as anything of it is used.
 _openings: Final["weakref.WeakValueDictionary[_Key, Opening]"] = weakref.WeakValueDictionary()
-# What is being closed; the driver opens a handle once a process.
+# What is being closed; the driver opens a handle once a context.
 _closing: Final[dict[_Key, threading.Event]] = {}
 os.register_at_fork(after_in_child=_closing.clear)
 # A collection of garbage may close one while another is being opened by the same thread.
@@ -120,7 +122,9 @@ class MappedCudaArena:
         size_bytes: of the arena.
         epoch: the life of the daemon that owns it.
         address: of the first byte, on the GPU, as this process sees it.
-        device: ``cuda:N`` as this process counts.
+        device: the GPU that uses it, ``cuda:N`` as this process counts. torch takes what another GPU has, and
+            this one reaches, for its own.
+        home_device: the GPU that it lies on.
         writable: always, whatever was asked for.
     """
 
@@ -132,6 +136,7 @@ class MappedCudaArena:
         self.epoch = epoch
         self.address = opening.address
         self.device = opening.context.gpu.device
+        self.home_device = opening.home_device
         self._opening: Opening | None = opening
         self._life = life
 
@@ -142,7 +147,9 @@ class MappedCudaArena:
         Raises:
             ValueError: always: the host does not see this memory.
         """
-        raise ValueError(f"arena {self.rank} lies on {self.device}: the host does not see it; use view()")
+        raise ValueError(
+            f"arena {self.rank} lies on {self.home_device}: the host does not see it; use view()"
+        )
 
     @property
     def is_abandoned(self) -> bool:
@@ -156,7 +163,7 @@ class MappedCudaArena:
             ConnectionLost: it does not; nothing of the arena may be read or written any more.
         """
         if self.is_abandoned:
-            raise ConnectionLost(f"the daemon is gone, and arena {self.rank} on {self.device} with it")
+            raise ConnectionLost(f"the daemon is gone, and arena {self.rank} on {self.home_device} with it")
 
     def hold(self) -> Opening:
         """Return what keeps it mapped.
@@ -216,9 +223,17 @@ class MappedCudaArena:
 
 
 def open_cuda_arena(
-    rank: int, size_bytes: int, epoch: str, memory: CudaMemory, life: DaemonLife
+    rank: int,
+    size_bytes: int,
+    epoch: str,
+    memory: CudaMemory,
+    life: DaemonLife,
+    device: str | None = None,
 ) -> MappedCudaArena:
     """Open an arena that the daemon handed over.
+
+    A GPU uses it, as fast as the link between the two is, if it reaches the one that the arena lies on.
+    Otherwise copies from and to that GPU go through the host's memory.
 
     Args:
         rank: whose arena.
@@ -226,6 +241,8 @@ def open_cuda_arena(
         epoch: of the daemon.
         memory: what opens it.
         life: of the daemon; the arena closes it.
+        device: the GPU that is to use it, ``cuda:N`` in this process; None, or one that does not reach the
+            arena's: the arena's own.
 
     Raises:
         CudaError: there is no driver, this process does not see the GPU, or it cannot be opened.
@@ -241,13 +258,14 @@ def open_cuda_arena(
             f"arena {rank} lies on {memory.gpu_uuid} ({memory.device} of the daemon), and this process sees "
             f"other GPUs: {seen}; add it to CUDA_VISIBLE_DEVICES, or to the container"
         )
-    key = (memory.ipc_handle, epoch)
+    user = _user(driver, gpu, device)
+    key = (memory.ipc_handle, epoch, user.uuid)
     _wait_closed(key)
     with _lock:
         opening = _openings.get(key)
         if opening is None:
             try:
-                opening = Opening(cuda.Context(driver, gpu), key)
+                opening = Opening(cuda.Context(driver, user), key, gpu.device)
             except CudaError as error:
                 raise CudaError(
                     f"{error}; containers must share the host's IPC and PID namespaces with the daemon's",
@@ -259,3 +277,11 @@ def open_cuda_arena(
             f"an arena of {size_bytes} bytes in an allocation of {format_bytes(opening.size_bytes)}"
         )
     return MappedCudaArena(rank, size_bytes, epoch, opening, life)
+
+
+def _user(driver: cuda.Driver, owner: cuda.Gpu, device: str | None) -> cuda.Gpu:
+    """Return the GPU of *device* if it reaches the memory of *owner*, and else *owner*."""
+    wanted = next((gpu for gpu in driver.gpus if gpu.device == device), owner)
+    if wanted == owner or not driver.can_access_peer(wanted, owner):
+        return owner
+    return wanted

@@ -172,11 +172,12 @@ def map_arena(
     timeout_s: float = 5.0,
     *,
     populate: bool = True,
+    device: str | None = None,
 ) -> AnyMappedArena:
     """Map *rank*'s arena, asked for on a connection of its own.
 
-    One on a GPU is opened in the primary context of that GPU, the one that torch uses, and may be written
-    whatever was asked for.
+    One on a GPU is opened in the primary context of the GPU that uses it, the one that torch uses, and may
+    be written whatever was asked for.
 
     Args:
         socket_path: the daemon's.
@@ -184,6 +185,8 @@ def map_arena(
         writable: map it for writing too.
         timeout_s: for everything; bringing pages in stops when it is over, which is no error.
         populate: bring the pages in now, so that no copy waits for them later.
+        device: for an arena on a GPU: which GPU of this process is to use it, ``cuda:N``; None, or one that
+            does not reach the arena's: the arena's own.
 
     Raises:
         InvalidRequest: *socket_path* is an address, and not a unix socket's path.
@@ -205,7 +208,7 @@ def map_arena(
     deadline_s = monotonic() + timeout_s
     reply, memory = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)
     if isinstance(memory, DaemonLife):
-        return _open_on_gpu(reply, rank, memory)
+        return _open_on_gpu(reply, rank, memory, device)
     fd = memory
     try:
         if reply.rank != rank:
@@ -220,12 +223,12 @@ def map_arena(
     return MappedArena(rank, reply.size_bytes, writable, reply.epoch, address, populated_bytes)
 
 
-def _open_on_gpu(reply: MapBufferRep, rank: int, life: DaemonLife) -> MappedCudaArena:
+def _open_on_gpu(reply: MapBufferRep, rank: int, life: DaemonLife, device: str | None) -> MappedCudaArena:
     assert reply.cuda is not None
     try:
         if reply.rank != rank:
             raise ProtocolError(f"asked for arena {rank}, and arena {reply.rank} came")
-        return open_cuda_arena(rank, reply.size_bytes, reply.epoch, reply.cuda, life)
+        return open_cuda_arena(rank, reply.size_bytes, reply.epoch, reply.cuda, life, device)
     except CudaError as error:
         life.close()
         raise MapFailed(str(error)) from None

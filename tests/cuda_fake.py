@@ -274,8 +274,8 @@ class FakeDriver:
             return INVALID_HANDLE
         if not self.stack or (pid == os.getpid() and not self.opens_own):
             return INVALID_CONTEXT
-        # A context of the GPU where the memory is, so that torch finds the tensor there.
-        assert self.uuids[self.stack[-1]] == content[_HANDLE.size : _HANDLE.size + 16]
+        # A context of the GPU where the memory is, or of one that reaches it.
+        assert self.uuids[self.stack[-1]] == content[_HANDLE.size : _HANDLE.size + 16] or self.has_peers
         try:
             own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -35,7 +35,8 @@ class FakeClient:
         self.mapped: list[tuple[int, bool]] = []
         self.arenas: list[MappedArena] = []
 
-    def map_buffer(self, rank: int, writable: bool = False) -> MappedArena:
+    def map_buffer(self, rank: int, writable: bool = False, device: str | None = None) -> MappedArena:
+        assert device is None, "the pools of these tests are on the host"
         self.mapped.append((rank, writable))
         fd = self.hosts[rank].open_fd(writable=writable)
         try:
@@ -308,7 +309,7 @@ def test_planes_of_an_arena_for_reading_are_read_without_a_warning(
 def test_what_the_daemon_refuses_is_raised_and_nothing_is_kept(client: FakeClient, make: MakeSlabs) -> None:
     slabs = make()
 
-    def refuse(rank: int, writable: bool = False) -> MappedArena:
+    def refuse(rank: int, writable: bool = False, device: str | None = None) -> MappedArena:
         raise InvalidRequest(f"no arena {rank}")
 
     client.map_buffer = refuse  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -22,15 +22,16 @@ import torch
 
 from snapd.client import Client
 from snapd.kv.devicejob import DeviceJob, finish
+from snapd.kv.devicemapped import DeviceMappedJob
 from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob
 from snapd.kv.pool import KVPool
-from snapd.kv.push import Pusher
+from snapd.kv.push import Pusher, PushJob, PushSettings
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
 from snapd.kv.writers import current
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import Write
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
-from snapd.units import MIB, MS_PER_S, align_up
+from snapd.units import GIB, MIB, MS_PER_S, align_up
 
 LAYERS = 48
 HEADS = 4
@@ -270,16 +271,28 @@ def _accepts(path: str) -> bool:
         return sock.connect_ex(path) == 0
 
 
+# How bytes go over nvlink_intra: straight into the arena, or through the ring, which Mooncake reads.
+PUSH_SETTINGS: Final = {
+    "mapped": PushSettings(),
+    "ring": PushSettings(map_arenas=False),
+    "ring of 1 GiB": PushSettings(
+        map_arenas=False, ring_bytes=GIB, gpu_piece_bytes=256 * MIB, gpu_in_flight_bytes_max=GIB
+    ),
+}
+
+
 class PushBench:
     """Pushes of *data* into one daemon, and raw writes of as many bytes into the same arena."""
 
-    def __init__(self, client: Client, data: Data) -> None:
+    def __init__(self, client: Client, data: Data, settings: PushSettings) -> None:
         self.client = client
         self.data = data
         self.slots = data.slots(is_random=True)
-        self.tokens = range(self.slots.numel())
+        self.tokens = list(range(self.slots.numel()))
         self.config = MooncakeConfig(settings={"MC_LOG_LEVEL": "ERROR"})
-        self.pusher = Pusher(client, {0: data.pool}, mooncake=self.config, send_page_keys=False)
+        self.pusher = Pusher(
+            client, {0: data.pool}, mooncake=self.config, send_page_keys=False, settings=settings
+        )
         client.declare_layout(0, self.pusher.layout)
         self.hello = client.connect()
         self.device = data.slab.device
@@ -287,19 +300,50 @@ class PushBench:
         self._number = 0
 
     def push_ms(self) -> dict[str, float]:
-        """Push once; return the whole wall time, and that after the slab was granted."""
-        self._number += 1
+        """Push once; return the whole wall time (``call``), and that from the grant on (``move``)."""
         torch.cuda.synchronize(self.device)
         started_s = time.perf_counter()
-        job = self.pusher.start(f"s{self._number}", self.tokens, self.slots, after=())
+        job = self._start()
         granted_s = time.perf_counter()
+        self._finish(job)
+        ended_s = time.perf_counter()
+        self.client.abort(job.result.slab_handle, drained=True)
+        return {"call": (ended_s - started_s) * MS_PER_S, "move": (ended_s - granted_s) * MS_PER_S}
+
+    def mapped_gpu_ms(self) -> float | None:
+        """Push once; return what the GPU takes, from the first byte gathered to the last in the arena.
+
+        None: bytes do not go straight into the arena, so that the host is part of it.
+        """
+        torch.cuda.synchronize(self.device)
+        job = self._start()
+        if not isinstance(job, DeviceMappedJob):
+            self._finish(job)
+            self.client.abort(job.result.slab_handle, drained=True)
+            return None
+        stream = self.pusher._gpus.stream_for(self.device)
+        assert stream is not None
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            # Until the host has launched it.
+            torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
+        start.record(stream)
+        job.step(64 * MIB)
+        end.record(stream)
+        self._finish(job)
+        end.synchronize()
+        self.client.abort(job.result.slab_handle, drained=True)
+        return float(start.elapsed_time(end))
+
+    def _start(self) -> PushJob:
+        self._number += 1
+        return self.pusher.start(f"s{self._number}", self.tokens, self.slots, after=())
+
+    def _finish(self, job: PushJob) -> None:
         while not job.step(64 * MIB):
             job.wait()
-        ended_s = time.perf_counter()
         if not job.result.ok:
             raise RuntimeError(f"a push failed: {job.result}")
-        self.client.abort(job.result.slab_handle, drained=True)
-        return {"push": (ended_s - started_s) * MS_PER_S, "move": (ended_s - granted_s) * MS_PER_S}
 
     def gather_ms(self) -> float:
         """Gather once into planes of this GPU; return the wall time."""
@@ -351,13 +395,17 @@ class PushBench:
             self._raw.close()
 
 
-def measure_push(data: Data, transport: str, target: torch.device, rounds: int) -> dict[str, Any]:
+def measure_push(
+    data: Data, transport: str, target: torch.device, rounds: int, settings_of_d: PushSettings
+) -> dict[str, Any]:
     """Measure pushes into an arena on *target*; what cannot be run says why.
 
     Returns:
-        ``push_ms``, ``move_ms`` (without asking for the slab), ``gather_ms`` (the gather alone), ``raw_ms``
-        (one write of the same bytes: Mooncake's, or over shm a copy), ratios, and ``daemon_gpu_bytes``: what
-        the daemon takes of the GPU beyond its arena. Or ``error``.
+        ``gpu_ms`` (by CUDA events: from the first byte gathered to the last in the arena; only where they go
+        straight there), and by the clock ``move_ms`` (gather, write and commit), ``call_ms`` (with asking for
+        the slab), ``gather_ms`` (into this GPU, alone), ``raw_ms`` (one write of the same bytes: Mooncake's,
+        or over shm a copy), ratios, and ``daemon_gpu_bytes``: what the daemon takes of the GPU beyond its
+        arena. ``push_over_raw`` is of ``gpu_ms``, or of ``move_ms`` where there is none. Or ``error``.
     """
     arena_bytes = align_up(_SNAPSHOTS * data.slab.numel() + _ARENA_SLACK_BYTES, 2 * MIB)
     settings: dict[str, object] = {
@@ -373,7 +421,7 @@ def measure_push(data: Data, transport: str, target: torch.device, rounds: int) 
         with daemon_process(**settings) as path, Client(path, timeout_s=_START_S) as client:
             client.connect()
             cost_bytes = free_bytes - torch.cuda.mem_get_info(target)[0] - arena_bytes
-            bench = PushBench(client, data)
+            bench = PushBench(client, data, settings_of_d)
             try:
                 figures = _push_figures(bench, transport, target, rounds)
             finally:
@@ -385,21 +433,23 @@ def measure_push(data: Data, transport: str, target: torch.device, rounds: int) 
 
 def _push_figures(bench: PushBench, transport: str, target: torch.device, rounds: int) -> dict[str, Any]:
     other = None if transport == "mooncake" else torch.empty_like(bench.data.slab, device=target)
-    taken: dict[str, list[float]] = {"push": [], "move": [], "gather": [], "raw": []}
+    taken: dict[str, list[float]] = {}
     for round_index in range(rounds + 1):
         times = bench.push_ms()
+        gpu_ms = bench.mapped_gpu_ms()
+        if gpu_ms is not None:
+            times["gpu"] = gpu_ms
         times["gather"] = bench.gather_ms()
         times["raw"] = bench.raw_ms() if other is None else bench.copy_ms(target, other)
         if round_index:  # The first one warms.
             for name, ms in times.items():
-                taken[name].append(ms)
+                taken.setdefault(name, []).append(ms)
     medians = {name: statistics.median(times) for name, times in taken.items()}
     return {f"{name}_ms": round(ms, 3) for name, ms in medians.items()} | {
         "raw_gb_per_s": round(bench.data.moved_bytes / medians["raw"] / 1e6, 1),
-        "push_over_raw": round(medians["raw"] / medians["push"], 4),
+        "push_over_raw": round(medians["raw"] / medians.get("gpu", medians["move"]), 4),
         "move_over_raw": round(medians["raw"] / medians["move"], 4),
-        # Both use the GPU's memory, so on one GPU a push cannot take less than their sum.
-        "push_over_gather_and_raw": round((medians["gather"] + medians["raw"]) / medians["push"], 4),
+        "call_over_raw": round(medians["raw"] / medians["call"], 4),
     }
 
 
@@ -410,8 +460,9 @@ def push_figures(data: Data, device: torch.device, rounds: int) -> dict[str, Any
         targets["two_gpus"] = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
     result: dict[str, Any] = {}
     for name, target in targets.items():
-        for transport in ("mooncake", "shm"):
-            result[f"{transport}, {name}"] = measure_push(data, transport, target, rounds)
+        for way, settings in PUSH_SETTINGS.items():
+            result[f"nvlink_intra, {way}, {name}"] = measure_push(data, "mooncake", target, rounds, settings)
+        result[f"shm, {name}"] = measure_push(data, "shm", target, rounds, PushSettings())
     if "two_gpus" not in targets:
         result["two_gpus"] = {"error": "there is one GPU"}
     return result
@@ -456,6 +507,9 @@ def main(tokens: int, layers: int, rounds: int, fallback: bool, as_json: bool) -
         "push": pushes,
         "push_over_raw": {
             name: figures["push_over_raw"] for name, figures in pushes.items() if "push_over_raw" in figures
+        },
+        "move_over_raw": {
+            name: figures["move_over_raw"] for name, figures in pushes.items() if "move_over_raw" in figures
         },
         "daemon_gpu_bytes": {
             name: figures["daemon_gpu_bytes"]

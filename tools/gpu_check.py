@@ -11,6 +11,9 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,23 +23,18 @@ import torch
 _ROOT: Final = Path(__file__).parents[1]
 _TAIL_LINES: Final = 40
 _SNAPD: Final = ("-m", "snapd.cli.main")
+# Without the project's settings, which are for plugins that a GPU machine need not have.
+_PYTEST: Final = (
+    "-m", "pytest", "-q", "-ra", "--durations=10", "-W", "ignore::pytest.PytestUnknownMarkWarning",
+    "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".",
+)  # fmt: skip
+# Whoever looks at a GPU's free memory is alone; the others are run at once, a file a process.
+_ALONE: Final = (*_PYTEST, "-m", "alone", "tests/gpu")
+_TOGETHER: Final = (*_PYTEST, "-m", "not alone")
+_ALL_SKIPPED: Final = 5
 # What is run, by name: arguments for Python. What prints JSON has it on its last line.
 STEPS: Final[dict[str, tuple[str, ...]]] = {
-    # Without the project's settings, which are for plugins that a GPU machine need not have.
-    "tests": (
-        "-m",
-        "pytest",
-        "-q",
-        "-ra",
-        "--durations=10",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        ".",
-        "tests/gpu",
-    ),
+    "tests": (),
     "doctor": (*_SNAPD, "doctor", "--device", "cuda:0", "--json"),
     "mooncake": (
         "tools/check_mooncake.py",
@@ -58,20 +56,48 @@ FIGURES: Final = (
 
 
 def run_step(name: str, timeout_s: float) -> dict[str, Any]:
-    """Run a step in a process of its own.
+    """Run a step in a process of its own; the tests in several.
 
     Returns:
         ``ok``, ``seconds``, ``summary`` in one line, ``output`` (its last lines) if it failed, and ``result``
         if it printed an object.
     """
     started_s = time.monotonic()
+    step = _run_tests(timeout_s) if name == "tests" else _run(STEPS[name], timeout_s)
+    step["seconds"] = round(time.monotonic() - started_s, 1)
+    step["summary"] = _summary(step)
+    return step
+
+
+def _run_tests(timeout_s: float) -> dict[str, Any]:
+    """Run the tests that may use the GPU at the same time, and then the others."""
+    deadline_s = time.monotonic() + timeout_s
+    files = sorted(path.relative_to(_ROOT) for path in (_ROOT / "tests" / "gpu").glob("test_*.py"))
+    with ThreadPoolExecutor(len(files)) as pool:
+        runs = list(pool.map(lambda path: _run((*_TOGETHER, str(path)), timeout_s), files))
+    runs.append(_run(_ALONE, max(deadline_s - time.monotonic(), 1.0)))
+    counts: Counter[str] = Counter()
+    for run in runs:
+        lines = run["stdout"].splitlines()
+        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1] if lines else "")
+        counts.update({what: int(count) for count, what in found})
+    step: dict[str, Any] = {"result": dict(counts)}
+    # Nothing was tested where every test is skipped. A file may have none that are run together.
+    step["ok"] = all(run["code"] in (0, _ALL_SKIPPED) for run in runs) and bool(counts["passed"])
+    if not step["ok"]:
+        step["output"] = "\n".join(run["output"] for run in runs if run["code"] not in (0, _ALL_SKIPPED))
+    return step
+
+
+def _run(arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run Python in a process of its own."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "MC_LOG_LEVEL": "ERROR",
     }
     try:
         done = subprocess.run(
-            [sys.executable, *STEPS[name]],
+            [sys.executable, *arguments],
             cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
         code, stdout, stderr = done.returncode, done.stdout, done.stderr
@@ -81,18 +107,11 @@ def run_step(name: str, timeout_s: float) -> dict[str, Any]:
             _text(error.stdout),
             f"{_text(error.stderr)}\nended after {timeout_s:.0f} s",
         )
-    step: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - started_s, 1)}
+    step: dict[str, Any] = {"ok": code == 0, "code": code, "stdout": stdout}
     lines = [line for line in stdout.splitlines() if line.strip()]
     with contextlib.suppress(ValueError, IndexError):
         step["result"] = json.loads(lines[-1])
-    if name == "tests":
-        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1] if lines else "")
-        step["result"] = {what: int(count) for count, what in found}
-        # Nothing was tested where every test is skipped.
-        step["ok"] = code == 0 and bool(step["result"].get("passed"))
-    step["summary"] = _summary(step)
-    if not step["ok"]:
-        step["output"] = "\n".join([*stdout.splitlines(), *stderr.splitlines()][-_TAIL_LINES:])
+    step["output"] = "\n".join([*stdout.splitlines(), *stderr.splitlines()][-_TAIL_LINES:])
     return step
 
 
@@ -122,8 +141,12 @@ def main(only: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
     for name in only or STEPS:
         click.echo(f"{name} ...", err=True)
         steps[name] = run_step(name, timeout_s)
+        output = steps[name].pop("output", "")
         if not steps[name]["ok"]:
-            click.echo(steps[name]["output"], err=True)
+            steps[name]["output"] = output
+            click.echo(output, err=True)
+        for inner in ("code", "stdout"):
+            steps[name].pop(inner, None)
     failed = [name for name, step in steps.items() if not step["ok"]]
     if as_json:
         click.echo(json.dumps({"ok": not failed, "steps": steps}))

@@ -1,4 +1,6 @@
-"""Pushes over shared memory between a pool and an arena of one GPU: gathers straight into the mapped arena.
+"""Pushes over shared memory into an arena that the pool's GPU uses: gathers straight into it.
+
+The arena is on that GPU, or on one that it reaches.
 
 All ranks' gathers are launched at once. A rank is committed when its gather is over and its sums are on the
 host; the daemon's answers are polled. What was launched cannot be stopped: when the attempt ends first, drain
@@ -89,12 +91,12 @@ class _Shard:
 
 
 class DeviceMappedJob(GrantedJob):
-    """Gathers straight into arenas that are mapped from the pools' GPUs. A step never waits for a GPU.
+    """Gathers straight into arenas that the pools' GPUs use. A step never waits for a GPU.
 
     Args:
         grant, layout, control, attempts, started_s: see ``GrantedJob``.
         slabs: the mapped arenas.
-        pools: by rank; each on its arena's GPU.
+        pools: by rank; each on the GPU that uses its arena.
         jobs: the copies of each rank's device.
         slots: of the tokens that are sent, shape [num_tokens].
         after: events that the gathers wait for.

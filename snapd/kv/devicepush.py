@@ -3,6 +3,7 @@
 Source: design, section 8.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -10,7 +11,7 @@ import torch
 
 from snapd.core.slab import Extent
 from snapd.cudamapping import MappedCudaArena
-from snapd.errors import ConfigError, InvalidRequest, TransportError
+from snapd.errors import ConfigError, InvalidRequest, RequestError, TransportError
 from snapd.kv.devicecopy import CopyJobs, choose_copy
 from snapd.kv.devicejob import Streams
 from snapd.kv.devicestaged import DeviceGather, make_gather
@@ -20,10 +21,13 @@ from snapd.kv.peerwriter import PeerWriter
 from snapd.kv.pool import KVPool
 from snapd.kv.slabs import Slabs
 from snapd.kv.writers import WriterFor, Writers, arena_offer, check_gpu_protocol
+from snapd.mapping import MapFailed
 from snapd.transport.base import ArenaWriter
 from snapd.wire import HelloRep, RankGrant
 
 _HOST: Final = "cpu"
+# Mooncake's for GPUs of one host.
+_LOCAL_PROTOCOL: Final = "nvlink_intra"
 
 
 class GpuSide:
@@ -33,16 +37,19 @@ class GpuSide:
         pools: by rank.
         ring_bytes: staging memory a GPU, at most.
         piece_bytes: the longest piece.
+        map_arenas: see ``PushSettings``.
 
     Attributes:
         is_used: the pools are on GPUs.
-        is_near: every rank's arena is mapped, and on its pool's GPU; as of the last ``check``.
+        is_near: every rank's arena is mapped, and used by its pool's GPU; as of the last ``check``.
 
     Raises:
         InvalidRequest: some pools are on GPUs and some are not, or the ring has no room for two pieces.
     """
 
-    def __init__(self, pools: Mapping[int, KVPool], ring_bytes: int, piece_bytes: int) -> None:
+    def __init__(
+        self, pools: Mapping[int, KVPool], ring_bytes: int, piece_bytes: int, *, map_arenas: bool = True
+    ) -> None:
         self._pools = dict(pools)
         # The first of them compiles and tries a small copy; here, and not in a step.
         self._jobs = {rank: choose_copy(pool.device) for rank, pool in self._pools.items()}
@@ -50,6 +57,7 @@ class GpuSide:
         self.is_near = False
         self._ring_bytes = ring_bytes
         self._piece_bytes = piece_bytes
+        self._map_arenas = map_arenas
         self._rings: dict[torch.device, DeviceRing] = {}
         self._streams = Streams()
         if not self.is_used:
@@ -112,7 +120,7 @@ class GpuSide:
         Args:
             hello: what the daemon said of itself.
             slabs: the mapped arenas; None: there is no connection to map over.
-            is_staged: the transport does not map arenas.
+            is_staged: the transport does not need mapped arenas.
             is_protocol_known: whether its protocol is the daemon's; else somebody else made the writers.
 
         Raises:
@@ -131,16 +139,24 @@ class GpuSide:
         self.is_near = False
         if not is_staged:
             assert slabs is not None
-            arenas = {rank: slabs.arena(rank, hello.epoch) for rank in ranks}
-            self.is_near = all(
-                isinstance(arena, MappedCudaArena) and torch.device(arena.device) == self._pools[rank].device
-                for rank, arena in arenas.items()
-            )
-        elif protocol:
+            self.is_near = self._are_near(slabs, ranks, hello.epoch)
+        elif protocol == _LOCAL_PROTOCOL and slabs is not None and self._map_arenas:
+            # Mooncake writes where they cannot be mapped: over TCP, or without the right to.
+            with contextlib.suppress(MapFailed, RequestError):
+                self.is_near = self._are_near(slabs, ranks, hello.epoch)
+        if not self.is_near and is_staged and protocol:
             check_gpu_protocol(protocol)
         if not self.is_near:
             for rank in ranks:
                 self.ring_for(rank).allocate()
+
+    def _are_near(self, slabs: Slabs, ranks: Iterable[int], epoch: str) -> bool:
+        """Map the arenas of *ranks*; return whether the GPU of each pool uses its own."""
+        arenas = {rank: slabs.arena(rank, epoch) for rank in ranks}
+        return all(
+            isinstance(arena, MappedCudaArena) and torch.device(arena.device) == self._pools[rank].device
+            for rank, arena in arenas.items()
+        )
 
     def register(self, writers: Writers, hello: HelloRep) -> None:
         """Have every writer know its rank's staging memory, and its way there, before the first push.

@@ -1,8 +1,8 @@
 """D's side: brings a session's snapshot into the daemon's buffer.
 
-Over shared memory the bytes go from the kv_pool's slots straight into the mapped arena. Over Mooncake they
-go through a staging ring, and are gathered while the pieces before them fly; so do those for an arena on
-another GPU. They are summed on the way.
+Over shared memory the bytes go from the kv_pool's slots straight into the mapped arena; between GPUs of one
+host they always do. Over Mooncake they go through a staging ring, and are gathered while the pieces before
+them fly; so do those for an arena on a GPU that D's does not reach. They are summed on the way.
 Everything can be done in bounded steps, so that a scheduler loop need not wait for a whole push.
 
 Source: design, section 8.
@@ -41,7 +41,7 @@ from snapd.kv.keeper import KEEPER, Remains
 from snapd.kv.mappedjob import MappedJob, MappedPlanesJob
 from snapd.kv.pool import KVPool
 from snapd.kv.pushjob import PushJob, PushResult, PushSettings, RefusedJob, refused
-from snapd.kv.slabs import Slabs
+from snapd.kv.slabs import Slabs, device_names
 from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource, check_piece_bytes
 from snapd.kv.stagedjob import RingFor, SourceFor, StagedJob
 from snapd.kv.staging import Ring, StagingRing
@@ -66,8 +66,8 @@ class Pusher:
     The daemon says over which transport. With shared memory nothing else is needed. With Mooncake, one
     writer a rank is made when it is first needed.
 
-    Pools on a GPU need arenas on a GPU: over shared memory of the same host, best the same GPU; over Mooncake
-    with ``nvlink_intra``. Gathers run on a stream of their own.
+    Pools on a GPU need arenas on a GPU of the same host, over shared memory or Mooncake's ``nvlink_intra``;
+    bytes go straight into those that the pool's GPU reaches. Gathers run on a stream of their own.
 
     Args:
         client: the control connection; or another way to speak to the daemon, such as ``NotifyControl``.
@@ -122,12 +122,18 @@ class Pusher:
         self._send_token_ids = send_token_ids
         self._block_hashes = block_hashes
         control = self.control
-        self._slabs = Slabs(control.client, writable=True) if isinstance(control, ClientControl) else None
+        self._slabs = (
+            Slabs(control.client, writable=True, devices=device_names(self.pools))
+            if isinstance(control, ClientControl)
+            else None
+        )
         self._attempts = Attempts(self.control)
         self._clock = clock
         self._is_always_staged = writer_for is not None
         self._ring = ring = StagingRing(settings.ring_bytes, settings.piece_bytes)
-        self._gpus = gpus = GpuSide(self.pools, settings.ring_bytes, settings.gpu_piece_bytes)
+        self._gpus = gpus = GpuSide(
+            self.pools, settings.ring_bytes, settings.gpu_piece_bytes, map_arenas=settings.map_arenas
+        )
         in_flight_bytes_max = (
             settings.gpu_in_flight_bytes_max if self._gpus.is_used else settings.in_flight_bytes_max
         )
@@ -382,10 +388,12 @@ class Pusher:
         elif not self._is_always_staged:
             check_planes(self.pools, hello)
         is_of_gpu = self._gpus.is_used and not of_planes
+        if is_of_gpu and self._gpus.is_near:
+            return hello
         if not is_mapped:
             piece_bytes = self.settings.gpu_piece_bytes if is_of_gpu else self.settings.piece_bytes
             check_piece_bytes(self.layout.plane_stride_bytes, piece_bytes)
-        if is_of_gpu and not self._gpus.is_near:
+        if is_of_gpu:
             self._look_after()
             self._gpus.register(self._writers, hello)
         elif not is_mapped:
@@ -444,7 +452,7 @@ class Pusher:
         after: Sequence[torch.cuda.Event],
     ) -> PushJob:
         self._look_after()
-        if self._is_staged(hello) or not self._gpus.is_near:
+        if not self._gpus.is_near:
 
             def gather(rank_grant: RankGrant, offsets: list[int]) -> DeviceGather:
                 return self._gpus.gather(rank_grant, slots, offsets, rank_grant.extents, after)

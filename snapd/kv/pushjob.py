@@ -26,6 +26,8 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
         in_flight_bytes_max: how much is written at a time; one piece at least.
         gpu_piece_bytes, gpu_in_flight_bytes_max: the same for pools on a GPU, where a write costs as much
             as some MiB of it.
+        map_arenas: over ``nvlink_intra``, gather straight into arenas that the pool's GPU reaches, as over
+            shared memory: there is no staging memory and no second copy then. False: write with Mooncake.
         retries_max: how often a piece is written again, and how often in a row, with no write done between, a
             peer that rests is waited for.
         gather_threads: torch's threads while a piece is gathered on the CPU; None: as torch is set. On few
@@ -37,6 +39,7 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_bytes_max: int = 64 * MIB
     gpu_piece_bytes: int = 128 * MIB
     gpu_in_flight_bytes_max: int = 256 * MIB
+    map_arenas: bool = True
     retries_max: int = 3
     gather_threads: int | None = 1
 

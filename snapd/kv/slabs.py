@@ -7,12 +7,14 @@ Source: design, sections 4 and 8.
 """
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 
 from snapd.client import Client
 from snapd.cudamapping import MappedCudaArena
 from snapd.errors import InvalidRequest, InvariantBroken, StaleHandle
+from snapd.kv.pool import KVPool
 from snapd.mapping import AnyMappedArena, MappedArena
 from snapd.wire import RankGrant
 
@@ -42,16 +44,24 @@ def plane_places(grant: RankGrant, num_tokens: int, arena_bytes: int) -> list[tu
     return places
 
 
+def device_names(pools: Mapping[int, KVPool]) -> dict[int, str]:
+    """Return the GPU of each rank's pool, for ``Slabs``; a rank whose pool is on the host is left out."""
+    return {rank: str(pool.device) for rank, pool in pools.items() if pool.device.type == "cuda"}
+
+
 class Slabs:
     """Maps arenas when they are first needed, and again after the daemon was restarted.
 
     Args:
         client: asks for the buffers.
         writable: map for writing (D) or for reading only (P).
+        devices: the GPU that uses each rank's arena, ``cuda:N``, if it lies on one and that GPU reaches it; a
+            rank that is missing has its arena's own.
     """
 
-    def __init__(self, client: Client, *, writable: bool) -> None:
+    def __init__(self, client: Client, *, writable: bool, devices: Mapping[int, str] | None = None) -> None:
         self._client = client
+        self._devices = dict(devices or {})
         self._writable = writable
         self._arenas: dict[int, AnyMappedArena] = {}
 
@@ -77,7 +87,7 @@ class Slabs:
             return known
         if known is not None and known.epoch == self._client.epoch:
             raise _stale(known.epoch, epoch)
-        arena = self._client.map_buffer(rank, writable=self._writable)
+        arena = self._client.map_buffer(rank, writable=self._writable, device=self._devices.get(rank))
         if arena.epoch != epoch:
             arena.close()
             raise _stale(arena.epoch, epoch)
@@ -89,7 +99,7 @@ class Slabs:
     def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> list[torch.Tensor]:
         """Return the planes of a shard, K of all layers and then V of all layers.
 
-        Each is uint8 of shape [num_tokens * stride_bytes], on the arena's device, and shares the arena's
+        Each is uint8 of shape [num_tokens * stride_bytes], on the device that uses the arena, and shares its
         memory, which stays mapped as long as there is a plane of it. On a GPU it is the daemon's: see
         ``arena``.
 
@@ -98,10 +108,12 @@ class Slabs:
             StaleHandle: the daemon is in another epoch by now.
         """
         arena = self.arena(grant.rank, epoch)
-        return [
-            arena_bytes(arena, offset_bytes, size_bytes)
-            for offset_bytes, size_bytes in plane_places(grant, num_tokens, arena.size_bytes)
-        ]
+        places = plane_places(grant, num_tokens, arena.size_bytes)
+        # One tensor, of which the planes are parts: making one costs more than taking a part of it.
+        start_bytes = min(offset_bytes for offset_bytes, _ in places)
+        end_bytes = max(offset_bytes + size_bytes for offset_bytes, size_bytes in places)
+        whole = arena_bytes(arena, start_bytes, end_bytes - start_bytes)
+        return [whole[offset_bytes - start_bytes :][:size_bytes] for offset_bytes, size_bytes in places]
 
     def check_alive(self) -> None:
         """Check that the memory of every arena that is mapped now is still its daemon's.

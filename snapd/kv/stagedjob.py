@@ -32,9 +32,11 @@ from snapd.wire import HelloRep, RankGrant
 # How long to wait at most for a write, and for a peer that rests, before looking again.
 WAIT_S: Final = 0.000_5
 REST_WAIT_S_MAX: Final = 0.05
-# A GPU fills a piece in less time than a thread can sleep, so waits look again and again; after so many in a
-# row in which nothing happened they sleep: a forward pass, or a peer, takes its time.
+# A GPU fills a piece in less time than that, so waits look again and again; after so many in a row in which
+# nothing happened they sleep: a forward pass, or a peer, takes its time.
 BUSY_WAITS_MAX: Final = 4
+# A sleep, and no yielding: the thread that begins Mooncake's writes would get Python's lock late.
+POLL_S: Final = 0.000_02
 
 # Makes what is sent of a rank: the grant of its shard, and where its planes start in the arena.
 SourceFor: TypeAlias = Callable[[RankGrant, list[int]], StagedSource | DeviceGather]
@@ -196,7 +198,7 @@ class StagedJob(GrantedJob):
             time.sleep(WAIT_S)
 
     def _wait_for_gpu(self) -> None:
-        """Wait for a gather or a write to end, ``WAIT_S`` at most; others of this process may run."""
+        """Wait for a gather or a write to end, ``WAIT_S`` at most; other threads may run."""
         self._busy_waits += 1
         until_s = time.perf_counter() + WAIT_S
         while time.perf_counter() < until_s:
@@ -206,7 +208,7 @@ class StagedJob(GrantedJob):
                     return
                 if shard.filling and has_ended(shard.filling[0][1]):
                     return
-            time.sleep(0)
+            time.sleep(POLL_S)
 
     # --- a step --------------------------------------------------------------------------------
 

@@ -29,7 +29,10 @@ def count_gpus():
 
 
 NUM_GPUS = count_gpus()
-pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no GPU, or no NVIDIA driver")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no GPU, or no NVIDIA driver"),
+]
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="this machine has not two GPUs")
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from snapd import cudamapping
+from snapd import cuda, cudamapping
 from snapd.client import Client
 from snapd.core.events import State
 from snapd.errors import ConfigError, InvalidRequest, Reason
@@ -297,11 +297,19 @@ def test_a_byte_that_changes_in_what_p_holds_or_at_the_cut_is_noticed(daemon: An
 
 @two_gpus
 @pytest.mark.parametrize(("kind", "had", "pushed"), HALVES)
-@pytest.mark.parametrize("private_bytes", [1_000, 1 << 20])
+@pytest.mark.parametrize("private_bytes", [None, 1_000, 1 << 20])
 def test_a_pool_on_a_peer_of_the_arenas_gpu(
-    daemon: Any, monkeypatch: pytest.MonkeyPatch, kind: str, had: int, pushed: int, private_bytes: int
+    daemon: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    had: int,
+    pushed: int,
+    private_bytes: int | None,
 ) -> None:
-    monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", private_bytes)
+    """It is scattered from there; or copied to private memory first, where its GPU does not reach it."""
+    if private_bytes is not None:
+        monkeypatch.setattr(cuda.Driver, "can_access_peer", lambda *_: False)
+        monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", private_bytes)
     assert torch.cuda.current_device() == 0
     with paired(daemon, KINDS[kind], device=torch.device("cuda:1")) as pair:
         check_halves(pair, had, pushed)
@@ -637,6 +645,7 @@ def test_when_the_device_is_full_the_snapshot_stays_and_is_ingested_later(daemon
 def test_ingests_from_a_peer_take_turns_with_the_private_memory(
     daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuda.Driver, "can_access_peer", lambda *_: False)
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
     with paired(daemon, KINDS["sglang"], device=torch.device("cuda:1")) as pair:
         assert pair.ingester.private.size_bytes == 10_000, "it is needed for sure, so it is there at once"

@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "integration"))
 from daemon_process import DaemonProcess, clean_environment
 from kv_cases import KINDS, MHA, TOKENS, Kind, make_pool, random_slots
 
+from snapd import cuda
 from snapd.client import Client
 from snapd.core.events import State
 from snapd.errors import InvalidRequest, Reason
@@ -51,7 +52,11 @@ SLEEP_CYCLES = 1_000_000_000
 QUIET = MooncakeConfig(settings={"MC_LOG_LEVEL": "ERROR"})
 # Many pieces even of a small snapshot, and a ring that is smaller than it.
 SMALL = PushSettings(
-    piece_bytes=4 * KIB, gpu_piece_bytes=4 * KIB, ring_bytes=16 * KIB, gpu_in_flight_bytes_max=8 * KIB
+    piece_bytes=4 * KIB,
+    gpu_piece_bytes=4 * KIB,
+    ring_bytes=16 * KIB,
+    gpu_in_flight_bytes_max=8 * KIB,
+    map_arenas=False,
 )
 BIG = Kind(k_rows=((4, 128),) * 8, v_rows=((4, 128),) * 8)
 BIG_SLOTS, BIG_TOKENS = 24_000, 20_000
@@ -205,10 +210,37 @@ def test_every_kind_of_pool_arrives_bit_for_bit(
 ) -> None:
     with deployed(daemons(transport), KINDS[name], (places[0],)) as d:
         job = finish(d.start())
-        is_near = transport == "shm" and places[0] == places[1]
-        assert isinstance(job, DeviceMappedJob if is_near else StagedJob)
+        is_mapped = transport == "shm"
+        assert isinstance(job, DeviceMappedJob if is_mapped else StagedJob)
         d.check_ready(job)
-        assert d.pusher.staging_bytes == (0 if is_near else SMALL.ring_bytes)
+        assert d.pusher.staging_bytes == (0 if is_mapped else SMALL.ring_bytes)
+
+
+@no_mooncake
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_over_nvlink_bytes_go_straight_into_an_arena_that_can_be_mapped(
+    daemons: Any, name: str, places: tuple[str, str]
+) -> None:
+    with deployed(daemons("nvlink_intra"), KINDS[name], (places[0],), settings=PushSettings()) as d:
+        job = finish(d.start())
+        assert isinstance(job, DeviceMappedJob)
+        d.check_ready(job)
+        assert d.pusher.staging_bytes == 0
+
+
+@two_gpus
+@pytest.mark.parametrize("name", KINDS)
+def test_an_arena_that_the_pools_gpu_does_not_reach_is_copied_to(
+    daemons: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host whose GPUs have no peer access, where the driver copies through the host's memory."""
+    monkeypatch.setattr(cuda.Driver, "can_access_peer", lambda *_: False)
+    with deployed(daemons("shm"), KINDS[name], ("cuda:1",)) as d:
+        job = finish(d.start())
+        assert isinstance(job, StagedJob)
+        d.check_ready(job)
+        assert d.pusher.staging_bytes == SMALL.ring_bytes
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
@@ -216,7 +248,9 @@ def test_every_kind_of_pool_arrives_bit_for_bit(
 def test_a_large_snapshot_arrives_in_large_pieces(
     daemons: Any, transport: str, places: tuple[str, str]
 ) -> None:
-    settings = PushSettings(gpu_piece_bytes=16 * MIB, ring_bytes=64 * MIB, gpu_in_flight_bytes_max=32 * MIB)
+    settings = PushSettings(
+        gpu_piece_bytes=16 * MIB, ring_bytes=64 * MIB, gpu_in_flight_bytes_max=32 * MIB, map_arenas=False
+    )
     with deployed(daemons(transport), BIG, (places[0],), BIG_SLOTS, settings) as d:
         job = finish(d.start(BIG_TOKENS))
         assert job.result.bytes == BIG_TOKENS * 16 * 1024 == job.bytes_done
@@ -412,6 +446,7 @@ sys.path.append({integration!r})
 sys.path.append({here!r})
 import torch
 from kv_cases import random_slots
+from snapd import cuda
 from snapd.client import Client
 from snapd.kv.push import Pusher
 from snapd.layout import Namespace
@@ -433,8 +468,9 @@ with Client({socket!r}, timeout_s=60) as client:
     time.sleep(60)
 """
 SMALL_OF_BIG = PushSettings(
-    piece_bytes=MIB, gpu_piece_bytes=MIB, ring_bytes=4 * MIB, gpu_in_flight_bytes_max=2 * MIB
-)
+    piece_bytes=MIB, gpu_piece_bytes=MIB, ring_bytes=4 * MIB, gpu_in_flight_bytes_max=2 * MIB,
+    map_arenas=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -479,6 +515,7 @@ sys.path.append({integration!r})
 sys.path.append({here!r})
 import torch
 from kv_cases import random_slots
+from snapd import cuda
 from snapd.client import Client
 from snapd.kv.push import Pusher
 from snapd.layout import Namespace
@@ -602,6 +639,7 @@ def test_slots_on_the_gpu_are_refused(daemons: Any) -> None:
 # --- staging memory ------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_staging_memory_is_an_allocation_of_its_own_and_is_given_back() -> None:
     torch.zeros(1, device="cuda:0")
     torch.cuda.synchronize()
@@ -640,10 +678,11 @@ def test_a_pusher_that_is_closed_in_mid_write_gives_its_memory_back_when_that_is
             time.sleep(0.01)
 
 
+@pytest.mark.alone
 @no_mooncake
 def test_a_closed_pusher_gives_its_staging_memory_back(daemons: Any) -> None:
     daemon = daemons("nvlink_intra")
-    settings = PushSettings()
+    settings = PushSettings(map_arenas=False)
     with deployed(daemon) as d:
         finish(d.start())
         torch.cuda.synchronize()

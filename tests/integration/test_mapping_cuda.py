@@ -81,9 +81,9 @@ def handing_over(daemon, memory, *fds, rank=0, size_bytes=SIZE_BYTES, epoch="epo
 def mapped_from(daemon):
     """Maps what a daemon hands over."""
 
-    def map_it(memory, *fds, writable=False, **changes):
+    def map_it(memory, *fds, writable=False, device=None, **changes):
         with daemon.playing(handing_over(daemon, memory, *fds, **changes)):
-            return map_arena(daemon.path, 0, writable, PATIENCE_S)
+            return map_arena(daemon.path, 0, writable, PATIENCE_S, device=device)
 
     return map_it
 
@@ -106,6 +106,30 @@ def test_the_arena_is_opened_on_its_own_gpu_and_can_be_written_in_any_case(
         assert fake.retained == [0, 2]
     cudamapping.wait_closed()
     assert fake.retained == [0, 1] and not fake.opened
+
+
+def test_another_gpu_uses_the_arena_if_it_reaches_it(fake, arena, mapped_from):
+    with mapped_from(memory_of(arena)) as own, mapped_from(memory_of(arena), device="cuda:0") as mapped:
+        assert (own.device, own.home_device) == ("cuda:1", "cuda:1")
+        assert (mapped.device, mapped.home_device) == ("cuda:0", "cuda:1")
+        assert mapped.address != own.address and read(mapped.address, 5) == b"first"
+        assert fake.retained == [1, 2], "each GPU that uses it has opened it in its own context"
+        mapped.close()
+        cudamapping.wait_closed()
+        assert fake.retained == [0, 2] and read(own.address, 5) == b"first"
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:7", None])
+def test_a_gpu_that_is_the_arenas_own_or_unknown_leaves_it_with_its_own(fake, arena, mapped_from, device):
+    with mapped_from(memory_of(arena), device=device) as mapped:
+        assert mapped.device == mapped.home_device == "cuda:1"
+    assert "cuDeviceCanAccessPeer" not in fake.calls
+
+
+def test_a_gpu_that_does_not_reach_the_arena_leaves_it_with_its_own(fake, arena, mapped_from):
+    fake.has_peers = False
+    with mapped_from(memory_of(arena), device="cuda:0") as mapped:
+        assert mapped.device == mapped.home_device == "cuda:1"
 
 
 def test_the_gpu_is_found_by_uuid_where_it_is_counted_otherwise(fake, arena, mapped_from):
@@ -452,10 +476,10 @@ class MappingClient:
         self.epoch = "epoch-1"
         self.mapped = []
 
-    def map_buffer(self, rank, writable=False):
+    def map_buffer(self, rank, writable=False, device=None):
         script = handing_over(self.daemon, memory_of(self.arena), epoch=self.epoch)
         with self.daemon.playing(script):
-            self.mapped.append(map_arena(self.daemon.path, rank, writable, PATIENCE_S))
+            self.mapped.append(map_arena(self.daemon.path, rank, writable, PATIENCE_S, device=device))
         return self.mapped[-1]
 
 

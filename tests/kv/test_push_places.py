@@ -7,13 +7,24 @@ import msgspec
 import pytest
 import torch
 from test_push_gpu import CPU, PIECE_BYTES, TOKENS, FakeGpu, GpuStage, gpu
-from test_push_staged import NotifyStage, Stage, finish, planes_of, step
+from test_push_staged import NotifyStage, Stage, finish, planes_of, pools_of, step
 
 from snapd.core.slab import Extent
-from snapd.errors import ConfigError, InvalidRequest, PeerResting, Reason, TransportError
-from snapd.kv.devicepush import check_planes
+from snapd.cudamapping import MappedCudaArena
+from snapd.errors import (
+    ConfigError,
+    ConnectionLost,
+    InvalidRequest,
+    PeerResting,
+    PermissionDenied,
+    Reason,
+    TransportError,
+)
+from snapd.kv import devicepush
+from snapd.kv.devicepush import GpuSide, check_planes
 from snapd.kv.devicestaged import JobGather, TritonGather
 from snapd.kv.devicestaging import DeviceRing
+from snapd.mapping import MapFailed
 from snapd.units import KIB
 from snapd.wire import HelloRep, MooncakeAddress
 
@@ -99,6 +110,81 @@ def test_a_gpus_staging_memory_is_there_for_a_daemon_that_was_restarted_before_i
     job = finish(stage.start())
     assert job.result.ok
     assert stage.fleet.of(0, "two").sources == [(stage.ring.buffers[0].address, 4 * PIECE_BYTES)]
+
+
+# --- arenas that are mapped all the same ---------------------------------------------------------------
+
+
+class OneArena:
+    """``Slabs`` whose only arena a GPU uses, or that cannot be mapped."""
+
+    def __init__(self, device: str, error: Exception | None = None) -> None:
+        self.made = object.__new__(MappedCudaArena)
+        self.made.device = device
+        self.error = error
+        self.asked = 0
+
+    def arena(self, rank: int, epoch: str) -> Any:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.made
+
+
+def is_near(gpu: FakeGpu, slabs: Any, *, protocol: str, is_staged: bool = True, may_map: bool = True) -> bool:
+    """Return whether bytes of a pool on the fake GPU go straight into the arena; see to the ring if not."""
+    pools = pools_of((64, 48), 256, 1)
+    side = GpuSide(pools, 4 * PIECE_BYTES, PIECE_BYTES, map_arenas=may_map)
+    hello = hello_with(GpuStage().control.hello(), "cpu", protocol)
+    side.check(hello, slabs, is_staged=is_staged, is_protocol_known=True)
+    assert bool(side.staging_bytes) is not side.is_near
+    return side.is_near
+
+
+@pytest.fixture
+def any_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of the host passes for one on a GPU."""
+    monkeypatch.setattr(devicepush, "_check_place", lambda *_: None)
+
+
+def test_over_nvlink_an_arena_that_the_pools_gpu_uses_is_written_to_directly(
+    gpu: FakeGpu, any_place: None
+) -> None:
+    assert is_near(gpu, OneArena("cpu"), protocol="nvlink_intra")
+    assert is_near(gpu, OneArena("cpu"), protocol="", is_staged=False)
+
+
+def test_over_nvlink_an_arena_that_another_gpu_uses_is_written_by_mooncake(
+    gpu: FakeGpu, any_place: None
+) -> None:
+    assert not is_near(gpu, OneArena("cuda:1"), protocol="nvlink_intra")
+
+
+def test_other_protocols_and_whoever_does_not_want_it_ask_for_no_mapping(
+    gpu: FakeGpu, any_place: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devicepush, "check_gpu_protocol", lambda protocol: None)
+    for protocol, may_map in (("rdma", True), ("tcp", True), ("nvlink_intra", False)):
+        slabs = OneArena("cpu")
+        assert not is_near(gpu, slabs, protocol=protocol, may_map=may_map)
+        assert slabs.asked == 0
+    assert not is_near(gpu, None, protocol="nvlink_intra"), "without a control connection"
+
+
+@pytest.mark.parametrize(
+    "error", [MapFailed("no such GPU here"), PermissionDenied("no"), InvalidRequest("over TCP")]
+)
+def test_where_mapping_is_refused_mooncake_writes_and_over_shm_it_is_an_error(
+    gpu: FakeGpu, any_place: None, error: Exception
+) -> None:
+    assert not is_near(gpu, OneArena("cpu", error), protocol="nvlink_intra")
+    with pytest.raises(type(error)):
+        is_near(gpu, OneArena("cpu", error), protocol="", is_staged=False)
+
+
+def test_a_daemon_that_is_gone_is_not_taken_for_one_that_refuses(gpu: FakeGpu, any_place: None) -> None:
+    with pytest.raises(ConnectionLost):
+        is_near(gpu, OneArena("cpu", ConnectionLost("gone")), protocol="nvlink_intra")
 
 
 # --- planes of the host --------------------------------------------------------------------------------
