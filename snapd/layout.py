@@ -144,8 +144,11 @@ def token_digest(token_ids: Iterable[int]) -> str:
     """Return the digest of a token sequence from the session's first token on, as 32 hex digits.
 
     KV of a token depends on every token before it, so a suffix snapshot is digested from token 0 too.
+    An ``array("q")`` is taken as it is; anything else takes longer to convert than to digest.
     """
-    tokens = array("q", token_ids)
+    if not isinstance(token_ids, array) or token_ids.typecode != "q":
+        token_ids = array("q", token_ids)
+    tokens: array[int] = token_ids
     return hashlib.blake2b(tokens.tobytes(), digest_size=16, person=b"snapd-tokens").hexdigest()
 
 

@@ -249,7 +249,8 @@ def send(task: m.Task, say: Say, heard: BinaryIO) -> None:
 def _writer(task: m.Task, offer: m.Offer, say: Say) -> Iterator[ArenaWriter]:
     if task.transport == "shm":
         say(m.Stage("mapping the arena"))
-        writer: ArenaWriter = ShmWriter(map_arena(offer.address, 0, writable=True, timeout_s=_MAP_S))
+        arena = map_arena(offer.address, 0, writable=True, timeout_s=_MAP_S, device=task.source_device)
+        writer: ArenaWriter = ShmWriter(arena)
     else:
         from snapd.transport.mooncake_engines import MooncakeEngines
         from snapd.transport.mooncake_writer import MooncakeWriter

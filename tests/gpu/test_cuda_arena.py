@@ -31,10 +31,7 @@ from snapd.transport.shm import ShmWriter
 from snapd.wire import RankGrant
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(NUM_GPUS == 0, reason="torch sees no GPU on this machine"),
-]
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="torch sees no GPU on this machine")
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="this machine has not two GPUs")
 
 MIB = 1 << 20

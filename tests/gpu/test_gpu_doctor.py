@@ -29,10 +29,7 @@ def count_gpus():
 
 
 NUM_GPUS = count_gpus()
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no GPU, or no NVIDIA driver"),
-]
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no GPU, or no NVIDIA driver")
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="this machine has not two GPUs")
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +168,7 @@ def free_bytes():
         context.release()
 
 
+@pytest.mark.alone
 def test_nothing_is_left_on_the_gpu():
     free_at_first = free_bytes()
     move_bytes("shm", 256 * MIB, device="cuda:0", source_device="cuda:0")
@@ -226,6 +224,7 @@ def test_doctor_says_why_a_gpu_cannot_have_the_arena(tmp_path, arguments, enviro
     assert wanted in found["detail"] and found["fix"]
 
 
+@pytest.mark.alone
 def test_doctor_says_that_too_little_is_free_for_a_self_test(tmp_path):
     """Another process has nearly all of the memory, as an engine would."""
     context = cuda.Context(cuda.driver(), cuda.driver().gpus[0])
