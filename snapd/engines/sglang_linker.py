@@ -12,13 +12,16 @@ Source: design, section 9.
 """
 
 import enum
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import structlog
 import torch
 
+from snapd.engines.sglang_decode import hear_of_offloads
 from snapd.engines.sglang_inject_ranks import GroupAgreement
+from snapd.engines.sglang_layers import LoadBatch
 from snapd.engines.sglang_load import Loader
 from snapd.engines.sglang_offload import Offloader
 from snapd.engines.sglang_pools import DISTRIBUTIONS, TESTED_VERSIONS, attribute, kv_pool_of, sglang_module
@@ -46,9 +49,11 @@ class LinkerSettings(EngineSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         role: ``prefill`` or ``decode``; empty: as SGLang's disaggregation mode says.
+        layer_wise: P moves a verified load layer by layer, under the forward pass; False: before it, whole.
     """
 
     role: str = ""
+    layer_wise: bool = True
 
 
 def read_role(given: Mapping[str, Any], disaggregation_mode: str) -> tuple[Role, LinkerSettings]:
@@ -119,12 +124,15 @@ class SnapdLinker(_Base):  # type: ignore[misc]
         role, settings = read_role(extra_config or {}, str(server_args.disaggregation_mode))
         parallel = sglang_module("runtime_context").get_parallel()
         check_supported(params, components, is_dp_attention=bool(attribute(parallel, "attn_dp_enabled")))
+        hear_of_offloads(
+            str(server_args.disaggregation_mode),
+            can_switch=bool(attribute(server_args, "enable_pd_role_switch")),
+        )
         self.forward_stream = forward_stream
         kv_cache = params.token_to_kv_pool_allocator.get_kvcache()
         self.pools = {_KV: kv_cache}
         self.layer_done_counter = attribute(_api, "LayerWiseLoadCounter")(int(kv_cache.layer_num))
-        self._num_layers = int(kv_cache.layer_num)
-        self._queued: set[str] = set()
+        self._batches: dict[int, LoadBatch] = {}
         # What P is offered is told to be done at once.
         self._told = 0
         pool = kv_pool_of(kv_cache)
@@ -145,7 +153,9 @@ class SnapdLinker(_Base):  # type: ignore[misc]
         self._offloader: Offloader | None = None
         if role is Role.PREFILL:
             agree = GroupAgreement(groups[0]).all_of if size > 1 else None
-            self._loader = Loader(settings, rank, pool, namespace, agree=agree)
+            self._loader = Loader(
+                settings, rank, pool, namespace, agree=agree, layer_wise=settings.layer_wise
+            )
         else:
             self._offloader = Offloader(settings, rank, pool, namespace)
         _log.info("snapd is linked", role=role.value, rank=rank, ranks=size, model=model)
@@ -159,37 +169,36 @@ class SnapdLinker(_Base):  # type: ignore[misc]
         return list(range(1, self._loader.lookup(rid, _of_kv(transfers).keys) + 1))
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
-        """Load pages, verified, and return whether they may be used; False: SGLang computes them."""
+        """Verify pages, and return whether they come with the next batch; False: SGLang computes them."""
         if self._loader is None:
             return False
         transfer = _of_kv(transfers)
         after = self.record_offload_ready() if self._is_on_gpu else None
-        is_loaded = self._loader.load(rid, transfer.keys, transfer.device_indices, after)
-        if is_loaded:
-            self._queued.add(rid)
-        return is_loaded
+        return self._loader.load(rid, transfer.keys, transfer.device_indices, after)
 
     def start_layer_wise_loading(self) -> int:
-        """Return the counter's index of what was loaded for the batch: every layer is there already."""
-        if not self._queued:
+        """Have what was loaded for the batch come; return the counter's index of it, or -1: there is none."""
+        if self._loader is None or not self._loader.has_queued:
             return -1
-        self._queued.clear()
-        index = int(self.layer_done_counter.update_producer())
-        for layer in range(self._num_layers):
-            self.layer_done_counter.complete(index, layer)
+        counter = self.layer_done_counter
+        index = int(counter.update_producer())
+        self._batches[index] = self._loader.start(
+            functools.partial(counter.complete, index), functools.partial(counter.fail, index)
+        )
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Return True: what was not verified was not loaded."""
-        return bool(self.layer_done_counter.finish(counter_index))
+        """Wait until no slot is written for a batch; False: its requests are to end with an error."""
+        batch = self._batches.pop(counter_index, None)
+        # Of the counter first: SGLang's layers are forgotten with it.
+        has_landed = bool(self.layer_done_counter.finish(counter_index))
+        if self._loader is not None and batch is not None:
+            has_landed = self._loader.finish(batch) and has_landed
+        return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forget a load whose batch has not begun; its slots are not written any more."""
-        if self._loader is not None:
-            self._loader.forget(rid)
-        is_queued = rid in self._queued
-        self._queued.discard(rid)
-        return is_queued
+        return self._loader is not None and self._loader.forget(rid)
 
     # --- D -------------------------------------------------------------------------------------
 
@@ -220,12 +229,12 @@ class SnapdLinker(_Base):  # type: ignore[misc]
 
     def reset(self) -> None:
         """SGLang empties its cache. The daemon keeps what it has: it is of the same weights."""
-        self._queued.clear()
         self._told = 0
         if self._loader is not None:
             self._loader.forget_all()
         if self._offloader is not None:
             self._offloader.reset()
+        self._batches.clear()
         self.layer_done_counter.reset()
 
     def close(self) -> None:

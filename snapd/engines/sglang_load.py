@@ -1,9 +1,8 @@
 """P's side of SGLang's linker: says which pages the daemon has, and loads them or has SGLang compute them.
 
-A load is done and verified before SGLang hears that it is queued. SGLang falls back to computing when a load
-is refused, but ends the request with an error when one fails later, under a forward pass that has begun; and
-the sums of a plane are only known when all of it is read. With bytes in the memory of the same host, or the
-same GPU, waiting for the whole costs less than a layer's forward pass.
+A load is verified before SGLang hears that it is queued: SGLang falls back to computing when a load is
+refused, but ends the request with an error when one fails later, under a forward pass that has begun. The
+bytes are moved after that, layer by layer (``sglang_layers``); or, without ``layer_wise``, before it as well.
 
 Nothing here needs SGLang.
 
@@ -22,11 +21,13 @@ import structlog
 import torch
 
 from snapd.client import Client
+from snapd.engines.sglang_layers import LayerLoads, LoadBatch, be_on
 from snapd.engines.sglang_pages import FoundRun, Segment, cover, cut
 from snapd.engines.support import EngineSettings, read_integrity
 from snapd.errors import ConnectionProblem, Reason, RequestTimeout, SnapdError
 from snapd.kv.ingest import STEP_BYTES, Ingester
 from snapd.kv.ingestpages import LentSlots, PagesJob
+from snapd.kv.layerpages import LayerPagesJob
 from snapd.kv.pool import KVPool
 from snapd.layout import Namespace
 
@@ -66,12 +67,6 @@ class Warner:
         _log.warning(what, **facts, **({"unsaid": unsaid} if unsaid else {}))
 
 
-def be_on(device: torch.device) -> None:
-    """Have the present thread work on *device*: a new one is on the first GPU, whatever the engine uses."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 class _Plan(msgspec.Struct, frozen=True):
     """What was found for a request.
 
@@ -92,21 +87,23 @@ class LoadCounts(msgspec.Struct):
     """What became of it, since the start.
 
     Attributes:
-        loaded_pages: pages that SGLang may use.
-        refused_loads: loads that SGLang was told to compute instead.
+        loaded_pages: pages of loads that SGLang was not told to compute instead.
+        refused_loads: loads that it was.
+        failed_batches: forward passes whose loads, or some of them, failed after that.
         resting_lookups: lookups that were not asked, as the daemon had not answered a moment ago.
     """
 
     loaded_pages: int = 0
     refused_loads: int = 0
+    failed_batches: int = 0
     resting_lookups: int = 0
 
 
 class Loader:
     """Finds and loads pages for one P rank.
 
-    ``lookup``, ``load`` and ``forget`` are for the scheduler's thread. A thread of its own keeps the
-    connection, so that the daemon knows P's layout though P has nothing to ask, also after a restart.
+    Its methods are for the scheduler's thread. A thread of its own keeps the connection, so that the daemon
+    knows P's layout though P has nothing to ask, also after a restart; another one moves layers.
 
     Args:
         settings: the operator's.
@@ -114,6 +111,8 @@ class Loader:
         pool: P's kv_pool.
         namespace: as it is now; asked before every lookup, as the weights' version may change.
         agree: on several ranks returns whether all of them say yes; called once a load, on every rank.
+        layer_wise: move the bytes of a load that is verified when its batch begins; False: before it is
+            accepted.
         clock: seconds, monotonic.
 
     Raises:
@@ -131,6 +130,7 @@ class Loader:
         namespace: Callable[[], Namespace],
         *,
         agree: Callable[[bool], bool] | None = None,
+        layer_wise: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = LoadCounts()
@@ -145,12 +145,18 @@ class Loader:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._plan_keys = 0
         self._is_resting = False
+        self._num_layers = len(pool.layers)
+        # Loads that were whole before they were accepted.
+        self._whole: set[str] = set()
+        self._layers: LayerLoads | None = None
         self._client = Client(settings.socket_path, timeout_s=settings.timeout_s, name=f"sglang-p{rank}")
         # What is used now, and of which namespace; the keeper makes them, the scheduler only reads.
         self._made: tuple[Namespace, Ingester] | None = None
         self._stop = threading.Event()
         with self._connection_trouble():
             self._make_ingester()
+        if layer_wise:
+            self._layers = LayerLoads(self._num_layers, pool.device, rank)
         self._keeper = threading.Thread(target=self._keep, name=f"snapd-keeper-{rank}", daemon=True)
         self._keeper.start()
 
@@ -269,14 +275,23 @@ class Loader:
         self._plan_keys -= 0 if plan is None else len(plan.keys)
         return plan
 
-    def forget(self, rid: str) -> None:
-        """The request does not need what was found for it."""
+    def forget(self, rid: str) -> bool:
+        """The request does not need what was found for it; return whether a load waited to begin.
+
+        The slots of that one are not written any more.
+        """
         self._take_plan(rid)
+        was_whole = rid in self._whole
+        self._whole.discard(rid)
+        return (self._layers is not None and self._layers.cancel(rid)) or was_whole
 
     def forget_all(self) -> None:
-        """SGLang has been emptied."""
+        """SGLang has been emptied: give up what has begun as well, and return when no slot is written."""
         self._plans.clear()
         self._plan_keys = 0
+        self._whole.clear()
+        if self._layers is not None:
+            self._layers.reset()
 
     # --- load ----------------------------------------------------------------------------------
 
@@ -287,7 +302,7 @@ class Loader:
         slots: torch.Tensor,
         after: Sequence[torch.cuda.Event] | None = None,
     ) -> bool:
-        """Bring pages in, and return whether all of them, on all ranks, are what D committed.
+        """Return whether pages, on all ranks, are what D committed; if so, they come with the next batch.
 
         Args:
             rid: the request, for which they were looked up.
@@ -295,8 +310,9 @@ class Loader:
             slots: where to put them, int64, shape [len(keys) * page size], on the CPU or the pool's device.
             after: on a GPU, events after which the slots may be written.
         """
+        jobs: list[LayerPagesJob] = []
         try:
-            loaded = self._load(rid, tuple(keys), slots, after)
+            loaded = self._load(rid, tuple(keys), slots, after, jobs)
         except SnapdError as error:
             self._warn("a load failed, and P computes instead", error=str(error))
             loaded = False
@@ -308,6 +324,12 @@ class Loader:
             self.counts.loaded_pages += len(keys)
         else:
             self.counts.refused_loads += 1
+        if self._layers is None:
+            self._whole |= {rid} if agreed else set()
+        elif agreed:
+            self._layers.hold(rid, jobs)
+        elif jobs:
+            self._layers.give_up(jobs)
         return agreed
 
     def _load(
@@ -316,26 +338,45 @@ class Loader:
         keys: tuple[str, ...],
         slots: torch.Tensor,
         after: Sequence[torch.cuda.Event] | None,
+        jobs: list[LayerPagesJob],
     ) -> bool:
+        """Return whether pages were loaded, or verified; *jobs* gets what is to be moved, also if not."""
         plan, ingester = self._take_plan(rid), self._usable()
         if ingester is None or plan is None or plan.keys[: len(keys)] != keys:
             return False
+        segments = cut(plan.segments, len(keys))
+        if self._layers is not None:
+            # Every launch would copy them anew.
+            slots = slots.cpu()
+            self._layers.hurry()
+            for segment in segments:
+                self._layers.settle(segment.slab_handle)
         at = 0
-        for segment in cut(plan.segments, len(keys)):
+        for segment in segments:
             stop = at + segment.num_pages * self._pool.page_size_tokens
-            if not self._load_segment(ingester, segment, slots[at:stop], after):
+            job = self._new_job(ingester, segment, slots[at:stop], after)
+            if isinstance(job, LayerPagesJob):
+                jobs.append(job)
+            if not self._verify(job, segment):
                 return False
             at = stop
+        if self._layers is not None and any(job.is_late for job in jobs):
+            # A second pass may be too much for what is left of the leases once SGLang depends on it.
+            batch = self._layers.bring_in(jobs)
+            if not batch.has_landed:
+                self._warn("a snapshot could not be read, and P computes instead", reason=batch.error)
+            return batch.has_landed
         return True
 
-    def _load_segment(
+    def _new_job(
         self,
         ingester: Ingester,
         segment: Segment,
         slots: torch.Tensor,
         after: Sequence[torch.cuda.Event] | None,
-    ) -> bool:
-        job = PagesJob(
+    ) -> PagesJob:
+        kind = PagesJob if self._layers is None else LayerPagesJob
+        return kind(
             ingester, segment.name, segment.slab_handle, slots,
             skip_tokens=segment.first_page * self._pool.page_size_tokens,
             digest=segment.digest,
@@ -343,14 +384,19 @@ class Loader:
             vote_timeout_s=self._settings.timeout_s,
             after=after,
         )  # fmt: skip
+
+    def _verify(self, job: PagesJob, segment: Segment) -> bool:
+        """Step a job until its snapshot is verified, or loaded; return whether it is."""
         try:
-            while not job.step(STEP_BYTES):
+            while not (isinstance(job, LayerPagesJob) and job.is_verified) and not job.step(STEP_BYTES):
                 job.wait()
         except Exception:
             # What a GPU was given cannot be stopped, and SGLang is about to lend the slots to others.
             while not job.done:
                 job.wait()
             raise
+        if not job.done:
+            return True
         result = job.result
         if result.reason is Reason.CHECKSUM_MISMATCH:
             _log.error(
@@ -364,9 +410,47 @@ class Loader:
             self._warn("a snapshot could not be read, and P computes instead", reason=result.reason)
         return result.ok
 
+    # --- layers --------------------------------------------------------------------------------
+
+    @property
+    def has_queued(self) -> bool:
+        """A load waits for its batch."""
+        return bool(self._whole) or (self._layers is not None and self._layers.has_queued)
+
+    def start(self, complete: Callable[[int], object], fail: Callable[[BaseException], object]) -> LoadBatch:
+        """Have all loads begin that wait, and return without waiting for them.
+
+        Args:
+            complete: called with every layer when its bytes are in the slots, in order; from any thread.
+            fail: called when they will not be; from any thread.
+        """
+        self._whole.clear()
+        if self._layers is not None:
+            return self._layers.start(complete, fail)
+        batch = LoadBatch(())
+        for layer in range(self._num_layers):
+            complete(layer)
+        batch.has_landed = True
+        batch.end()
+        return batch
+
+    def finish(self, batch: LoadBatch) -> bool:
+        """Wait until no slot is written for *batch*; return whether what is there may be used."""
+        has_landed = batch.wait()
+        if batch.is_unanswered:
+            self._rest("it did not answer when a snapshot was read")
+        if not has_landed:
+            self.counts.failed_batches += 1
+            self._warn(
+                "a load failed after it was accepted; its requests end with an error", error=batch.error
+            )
+        return has_landed
+
     def close(self) -> None:
-        """Hang up; the keeper ends."""
+        """Hang up; the threads end."""
         self._stop.set()
+        if self._layers is not None:
+            self._layers.close()
         self._keeper.join()
         self._client.close()
         if self._made is not None:

@@ -22,7 +22,8 @@ import torch
 
 from snapd.client import Client
 from snapd.core.events import State
-from snapd.engines.sglang_load import Warner, be_on
+from snapd.engines.sglang_layers import be_on
+from snapd.engines.sglang_load import Warner
 from snapd.engines.sglang_pages import run_name
 from snapd.engines.support import EngineSettings, read_integrity
 from snapd.errors import Reason, SnapdError

@@ -176,6 +176,10 @@ class SlotMoves(abc.ABC):
             raise InvalidRequest(f"{self.bytes_total - self.bytes_done} bytes are still to be moved")
         return tuple(sums.value for sums in self._sums)
 
+    def checksum_of(self, plane_index: int) -> PlaneChecksum:
+        """Return the checksum of what was moved of a plane, so far; there must be sums."""
+        return self._sums[plane_index].value
+
     def _move_piece(self, plane_index: int, piece: Piece, part: torch.Tensor) -> None:
         """Move a piece from or to *part*, the bytes of the plane that it fills, and sum it."""
         place = self._pool.planes[plane_index]
@@ -253,6 +257,7 @@ class CopyJob(SlotMoves):
         *,
         checksum: bool = True,
         sums: Sequence[PlaneSums] | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         """Check both sides and plan the pieces.
 
@@ -263,6 +268,7 @@ class CopyJob(SlotMoves):
                 CPU, apart from each other.
             checksum: whether to sum the planes; False is for benchmarks.
             sums: what sums them; None: the usual checksum.
+            order: in which the planes are moved, by index; None: as they are.
 
         Raises:
             InvalidRequest: something does not fit; nothing moved.
@@ -270,7 +276,8 @@ class CopyJob(SlotMoves):
         super().__init__(pool, slots, checksum=checksum, sums=sums)
         _check_planes(planes, pool, slots.numel())
         self._planes = tuple(planes)
-        self._todo = _all_pieces([self._pieces[place.stride_bytes] for place in pool.planes])
+        order = range(len(self._planes)) if order is None else order
+        self._todo = _all_pieces([(index, self._pieces[pool.planes[index].stride_bytes]) for index in order])
         self._next = next(self._todo, None)
 
     @property
@@ -298,10 +305,10 @@ class CopyJob(SlotMoves):
         return self.done
 
 
-def _all_pieces(by_plane: list[list[Piece]]) -> Iterator[tuple[int, Piece]]:
+def _all_pieces(by_plane: list[tuple[int, list[Piece]]]) -> Iterator[tuple[int, Piece]]:
     # No method of the job: they would hold each other until garbage is collected, and with them the planes of
     # a job that was given up, which may lie in the arena of a daemon that is gone.
-    for plane_index, pieces in enumerate(by_plane):
+    for plane_index, pieces in by_plane:
         for piece in pieces:
             yield plane_index, piece
 

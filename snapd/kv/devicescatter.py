@@ -8,6 +8,7 @@ Source: design, section 8.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -16,7 +17,8 @@ import torch
 
 from snapd.errors import InvalidRequest
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
-from snapd.kv.devicejob import CopyInterrupted, DeviceJob, has_passed, memory_errors, to_host
+from snapd.kv.devicejob import CopyInterrupted, DeviceJob, Streams, has_passed, memory_errors, to_host
+from snapd.kv.hostscatter import one_group
 from snapd.kv.pool import KVPool
 from snapd.kv.torchcopy import ROW_BYTES, sum_words
 from snapd.units import MIB, align_down, align_up
@@ -91,11 +93,42 @@ class PrivateMemory:
         self._buffer = None
 
 
+class ReadingLane:
+    """Streams and private memory for passes that only read an arena.
+
+    They wait for no forward pass, as they write no slots; and another thread may launch copies meanwhile.
+    Nothing of a GPU is asked for before the first use.
+
+    Args:
+        device: the pool's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = Streams()
+
+    def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream on *device*, always the same; None: it has none."""
+        return self._streams.on(device)
+
+    @functools.cached_property
+    def private(self) -> PrivateMemory:
+        """What planes are copied to that the pool's GPU does not reach."""
+        return PrivateMemory(self._device, self.stream_of(self._device))
+
+    def close(self) -> None:
+        """Give the memory back, when what was launched has run."""
+        if "private" in self.__dict__:
+            self.private.close()
+
+
 class DeviceScatter:
     """Scatters the tokens of a shard that are wanted, and sums all of them, beside other work of the GPU.
 
     Tokens before *skip_tokens* are in the pool already, and those from *stop_tokens* on are not wanted: they
     are summed and not moved. Everything runs on *stream*; nothing here waits for it.
+
+    With *groups* the work is launched a group after the other, and each has its end seen on its own.
 
     Attributes:
         is_launched: all work is queued, so nothing more of the arena will be asked for.
@@ -115,6 +148,7 @@ class DeviceScatter:
         stream_of: Callable[[torch.device], torch.cuda.Stream | None],
         after: Sequence[torch.cuda.Event] | None,
         private: PrivateMemory,
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Check what can be checked, before anything is launched.
 
@@ -132,6 +166,7 @@ class DeviceScatter:
             stream_of: the stream to use on a device; None: it has none.
             after: events that the move waits for; None: all that the current stream was given until now.
             private: memory for planes that are copied first; used on the stream of the pool's device.
+            groups: see ``HostScatter``; slots are best on the host then.
 
         Raises:
             InvalidRequest: something does not fit.
@@ -154,9 +189,14 @@ class DeviceScatter:
             width * tokens % WORD_BYTES for width in self._widths for tokens in cuts_tokens
         )
         self._private = private if is_elsewhere or self._is_whole else None
-        self._groups = self._plan_groups()
+        self._groups = one_group(self._sources) if groups is None else tuple(groups)
+        self._parts = self._plan_parts()
         self._jobs: list[tuple[DeviceJob, Sequence[int]]] = []
         self._summed: list[tuple[torch.Tensor, Sequence[int]]] = []
+        # Of each group that is launched, in order: its jobs, and the event after its last sum.
+        self._ends: list[tuple[Sequence[DeviceJob], torch.cuda.Event | None]] = []
+        self._ended_jobs = self._ended_sums = 0
+        self._groups_done = 0
         self._mark: torch.cuda.Event | None = None
         self._error: Exception | None = None
         self.is_launched = False
@@ -164,7 +204,7 @@ class DeviceScatter:
         self._after = self._events(after)
         self._first_job: DeviceJob | None = None
         if self._private is None:
-            self._first_job = self._new_job(self._groups[0], self._sources, self._after)
+            self._first_job = self._new_job(self._parts[0][0], self._places(self._parts[0][0]), self._after)
         self._work = self._launching()
 
     def _events(self, after: Sequence[torch.cuda.Event] | None) -> Sequence[torch.cuda.Event] | None:
@@ -175,36 +215,41 @@ class DeviceScatter:
         # The owner may have made the slots on the current stream, a moment ago.
         return (*(after or ()), torch.cuda.current_stream(self._pool.device).record_event())
 
-    def _plan_groups(self) -> list[list[int]]:
-        """Return the planes that are moved at once, by index."""
-        if self._private is None:
-            return [list(range(len(self._sources)))]
-        groups: list[list[int]] = [[]]
-        for index in range(len(self._sources)):
-            if groups[-1] and self._offsets_bytes([*groups[-1], index])[-1] > PRIVATE_BYTES:
-                groups.append([])
-            groups[-1].append(index)
-        return groups
+    def _plan_parts(self) -> list[tuple[list[int], bool]]:
+        """Return the planes that are moved at once, by index, and whether their group ends with them."""
+        parts: list[tuple[list[int], bool]] = []
+        for group in self._groups:
+            pending: list[int] = []
+            for index in group:
+                is_full = self._private is not None and (
+                    self._offsets_bytes([*pending, index])[-1] > PRIVATE_BYTES
+                )
+                if pending and is_full:
+                    parts.append((pending, False))
+                    pending = []
+                pending = [*pending, index]
+            parts.append((pending, True))
+        return parts
 
-    def _offsets_bytes(self, group: Sequence[int]) -> list[int]:
-        """Return where each plane of a group starts in the private memory, and at last where they end."""
-        sizes = (align_up(self._sources[index].numel(), _PLANE_ALIGNMENT_BYTES) for index in group)
+    def _offsets_bytes(self, part: Sequence[int]) -> list[int]:
+        """Return where each plane of a part starts in the private memory, and at last where they end."""
+        sizes = (align_up(self._sources[index].numel(), _PLANE_ALIGNMENT_BYTES) for index in part)
         return list(itertools.accumulate(sizes, initial=0))
 
-    def _places(self, group: Sequence[int]) -> list[torch.Tensor]:
-        """Return the planes of a group where they are summed and scattered from."""
+    def _places(self, part: Sequence[int]) -> list[torch.Tensor]:
+        """Return the planes of a part where they are summed and scattered from."""
         if self._private is None:
-            return [self._sources[index] for index in group]
-        starts = self._offsets_bytes(group)
+            return [self._sources[index] for index in part]
+        starts = self._offsets_bytes(part)
         buffer = self._private.take(starts[-1])
         return [
             buffer[start : start + self._sources[index].numel()]
-            for start, index in zip(starts, group, strict=False)
+            for start, index in zip(starts, part, strict=False)
         ]
 
     def _new_job(
         self,
-        group: Sequence[int],
+        part: Sequence[int],
         places: Sequence[torch.Tensor],
         after: Sequence[torch.cuda.Event] | None,
     ) -> DeviceJob | None:
@@ -212,13 +257,13 @@ class DeviceScatter:
             return None
         moved = [
             place[self._skip_tokens * self._widths[index] : self._stop_tokens * self._widths[index]]
-            for place, index in zip(places, group, strict=True)
+            for place, index in zip(places, part, strict=True)
         ]
         has_sums = self._verify and not self._is_whole
         job = self._make_job(
-            self._pool, self._slots, moved, checksum=has_sums, stream=self._stream, after=after, part=group
+            self._pool, self._slots, moved, checksum=has_sums, stream=self._stream, after=after, part=part
         )
-        self._jobs.append((job, group))
+        self._jobs.append((job, part))
         return job
 
     # --- how far it is -------------------------------------------------------------------------
@@ -234,6 +279,16 @@ class DeviceScatter:
     def is_done(self) -> bool:
         """Everything was moved, and the sums are here."""
         return self.is_launched and self.is_idle and all(job.done for job, _ in self._jobs)
+
+    @property
+    def groups_done(self) -> int:
+        """So many groups, from the first on, are in their slots, with their sums here."""
+        while self._groups_done < len(self._ends):
+            jobs, event = self._ends[self._groups_done]
+            if not has_passed(event) or not all(job.done for job in jobs):
+                break
+            self._groups_done += 1
+        return self._groups_done
 
     @property
     def finished(self) -> torch.cuda.Event | None:
@@ -284,31 +339,43 @@ class DeviceScatter:
     # --- what is launched ----------------------------------------------------------------------
 
     def _launching(self) -> Iterator[int | None]:
-        """Launch everything, and yield the bytes of each part; None: the device has to come first."""
-        for group in self._groups:
-            places = self._places(group)
-            job = self._first_job or self._new_job(group, places, self._after)
+        """Launch everything, and yield the bytes of each piece; None: the device has to come first."""
+        for part, is_last in self._parts:
+            places = self._places(part)
+            job, self._first_job = self._first_job or self._new_job(part, places, self._after), None
             self._after = ()  # The stream keeps the order.
             while job is not None and not job.bring_slots():
                 yield None
+            pieces = self._launch_part(part, places, job, is_last)
             if self._private is None:
-                yield from self._launch_group(group, places, job)
+                yield from pieces
             else:
                 # At once: nobody else may take the memory before all is launched that reads it.
-                yield sum(self._launch_group(group, places, job))
-        self._summed = [(to_host(sums, self._stream), group) for sums, group in self._summed]
+                yield sum(pieces)
 
-    def _launch_group(
-        self, group: Sequence[int], places: Sequence[torch.Tensor], job: DeviceJob | None
+    def _launch_part(
+        self, part: Sequence[int], places: Sequence[torch.Tensor], job: DeviceJob | None, is_last: bool
     ) -> Iterator[int]:
         if self._private is not None:
-            for place, index in zip(places, group, strict=True):
+            for place, index in zip(places, part, strict=True):
                 place.copy_(self._sources[index], non_blocking=True)
                 yield place.numel()
-        yield from self._sum_still(group, places)
+        yield from self._sum_still(part, places)
+        moved_bytes = 0
         if job is not None:
             job.step(job.bytes_total)
-            yield job.bytes_total
+            moved_bytes = job.bytes_total
+        if is_last:
+            self._end_group()
+        yield moved_bytes
+
+    def _end_group(self) -> None:
+        """Have the sums of the group that was launched come to the host, and its end be seen."""
+        jobs, summed = self._jobs[self._ended_jobs :], self._summed[self._ended_sums :]
+        self._summed[self._ended_sums :] = [(to_host(sums, self._stream), part) for sums, part in summed]
+        self._ended_jobs, self._ended_sums = len(self._jobs), len(self._summed)
+        mark = None if self._stream is None else self._stream.record_event()
+        self._ends.append(([job for job, _ in jobs], mark))
 
     def _sum_still(self, group: Sequence[int], places: Sequence[torch.Tensor]) -> Iterator[int]:
         """Sum what no job sums: the tokens that P holds and those that it does not want, or all."""
@@ -347,16 +414,20 @@ class DeviceScatter:
         """
         if not self.is_done:
             raise InvalidRequest("the copy is not done: step it until it is")
-        totals = [(0, 0)] * len(self._widths)
-        for summed, group in self._summed:
-            for index, (sum0, sum1) in zip(group, summed.tolist(), strict=True):
-                still0, still1 = totals[index]
-                totals[index] = (still0 + sum0, still1 + sum1)
-        for job, group in self._jobs:
-            # There are none where all was summed here.
-            for index, (moved0, moved1) in zip(group, job.checksums, strict=False):
-                still0, still1 = totals[index]
+        return tuple(self.checksum_of(index) for index in range(len(self._widths)))
+
+    def checksum_of(self, index: int) -> PlaneChecksum:
+        """Return the checksum of a plane whose group is done."""
+        total0 = total1 = 0
+        for summed, part in self._summed:
+            if index in part:
+                still0, still1 = summed[part.index(index)].tolist()
+                total0, total1 = total0 + still0, total1 + still1
+        for job, part in self._jobs:
+            # There are no sums where all was summed here.
+            if index in part and job.checksums:
+                moved0, moved1 = job.checksums[part.index(index)]
                 # The positions of what was moved start at 1; this puts them where they are in the plane.
                 skipped_words = self._widths[index] * self._skip_tokens // WORD_BYTES
-                totals[index] = (still0 + moved0, still1 + moved1 + skipped_words * moved0)
-        return tuple((sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in totals)
+                total0, total1 = total0 + moved0, total1 + moved1 + skipped_words * moved0
+        return (total0 % _MOD, total1 % _MOD)

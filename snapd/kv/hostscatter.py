@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from snapd.kv.checksum import CHUNK_BYTES, WORD_BYTES, ChecksumAccumulator, PlaneChecksum, plane_checksum
-from snapd.kv.devicecopy import SlotCopy
+from snapd.kv.copy import ScatterJob
 from snapd.kv.pool import KVPool
 
 _MOD: Final = 1 << 64
@@ -21,7 +21,23 @@ class HostScatter:
     Tokens before *skip_tokens* are in the pool already, and those from *stop_tokens* on are not wanted: they
     are summed where they lie and not moved.
 
+    Args:
+        make_job: ``ScatterJob``.
+        pool: P's, on the CPU.
+        planes: of the slab, uint8, shape [num_tokens * stride_bytes].
+        slots: for the tokens from *skip_tokens* up to *stop_tokens*; None: there are none.
+        skip_tokens: how many P holds.
+        num_tokens: how many the slab holds.
+        stop_tokens: where what P wants ends; None: with the slab.
+        verify: whether to sum.
+        groups: planes, by index, that are done with together, one group after the other; each plane is in
+            one. None: all are one group.
+
+    Raises:
+        InvalidRequest: something does not fit; nothing moved.
+
     Attributes:
+        groups_done: so many groups, from the first on, are summed and in their slots.
         is_launched: never: what a step has moved is moved.
         is_idle: always: nothing goes on between two steps.
         finished: None: there is no device whose event it could be.
@@ -33,7 +49,7 @@ class HostScatter:
 
     def __init__(
         self,
-        make_job: Callable[..., SlotCopy],
+        make_job: Callable[..., ScatterJob],
         pool: KVPool,
         planes: Sequence[torch.Tensor],
         slots: torch.Tensor | None,
@@ -42,26 +58,37 @@ class HostScatter:
         *,
         stop_tokens: int | None = None,
         verify: bool,
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._verify = verify
         stop_tokens = num_tokens if stop_tokens is None else stop_tokens
+        self._groups = one_group(planes) if groups is None else tuple(groups)
         strides_bytes = [plane.numel() // num_tokens for plane in planes]
-        cuts_bytes = [(width * skip_tokens, width * stop_tokens) for width in strides_bytes]
+        self._cuts_bytes = [(width * skip_tokens, width * stop_tokens) for width in strides_bytes]
         self._whole: tuple[PlaneChecksum, ...] | None = None
-        if any(_is_inside_word(plane, cuts) for plane, cuts in zip(planes, cuts_bytes, strict=True)):
+        if any(_is_inside_word(plane, cuts) for plane, cuts in zip(planes, self._cuts_bytes, strict=True)):
             # A cut is inside a word: sum and scatter a private copy, so that what is summed is used.
             planes = [plane.clone() for plane in planes]
             self._whole = tuple(plane_checksum(plane) for plane in planes) if verify else ()
         self._still_sums = [ChecksumAccumulator() for _ in planes]
-        still = verify and self._whole is None
-        self._todo = _chunks(self._still_sums, planes if still else (), cuts_bytes)
+        self._still_planes = planes if verify and self._whole is None else ()
+        moved = [plane[skip:stop] for plane, (skip, stop) in zip(planes, self._cuts_bytes, strict=True)]
+        self._moved_bytes = [part.numel() for part in moved]
+        order = [index for group in self._groups for index in group]
+        self._job = None if slots is None else make_job(pool, slots, moved, checksum=verify, order=order)
+        self.groups_done = 0
+        self._begin_group()
+
+    def _begin_group(self) -> None:
+        group = self._groups[self.groups_done] if self.groups_done < len(self._groups) else ()
+        still = group if self._still_planes else ()
+        self._todo = _chunks(
+            [(self._still_sums[index], self._still_planes[index], self._cuts_bytes[index]) for index in still]
+        )
         self._next_still = next(self._todo, None)
-        self._skips_bytes = [skip_bytes for skip_bytes, _ in cuts_bytes]
-        moved = [plane[skip:stop] for plane, (skip, stop) in zip(planes, cuts_bytes, strict=True)]
-        self._job = None if slots is None else make_job(pool, slots, moved, checksum=verify)
+        self._left_bytes = 0 if self._job is None else sum(self._moved_bytes[index] for index in group)
 
     def step(self, max_bytes: int) -> bool:
-        """Sum or move some bytes, at least one piece; return whether all were."""
+        """Sum or move some bytes, at least one piece, of one group at most; return whether all were."""
         done_bytes = 0
         while self._next_still is not None:
             if done_bytes >= max_bytes:
@@ -70,20 +97,35 @@ class HostScatter:
             sums.add(chunk, first_word)
             done_bytes += chunk.numel()
             self._next_still = next(self._todo, None)
-        return self._job is None or self._job.step(max_bytes - done_bytes)
+        if self._job is not None and self._left_bytes:
+            before_bytes = self._job.bytes_done
+            self._job.step(min(max_bytes - done_bytes, self._left_bytes))
+            self._left_bytes -= self._job.bytes_done - before_bytes
+            if self._left_bytes:
+                return False
+        if self.groups_done < len(self._groups):
+            self.groups_done += 1
+            self._begin_group()
+        return self.groups_done == len(self._groups)
 
     def checksums(self) -> tuple[PlaneChecksum, ...]:
         """Return the checksum of every plane, shape [num_planes]."""
+        return tuple(self.checksum_of(index) for index in range(len(self._cuts_bytes)))
+
+    def checksum_of(self, index: int) -> PlaneChecksum:
+        """Return the checksum of a plane whose group is done."""
         if self._whole is not None:
-            return self._whole
-        moved = self._job.checksums if self._job is not None else ((0, 0),) * len(self._still_sums)
-        sums: list[PlaneChecksum] = []
-        for still, part, skip_bytes in zip(self._still_sums, moved, self._skips_bytes, strict=True):
-            still0, still1 = still.value
-            # The positions of what was moved start at 1; this puts them where they are in the plane.
-            moved1 = part[1] + skip_bytes // WORD_BYTES * part[0]
-            sums.append(((still0 + part[0]) % _MOD, (still1 + moved1) % _MOD))
-        return tuple(sums)
+            return self._whole[index]
+        still0, still1 = self._still_sums[index].value
+        moved0, moved1 = (0, 0) if self._job is None else self._job.checksum_of(index)
+        # The positions of what was moved start at 1; this puts them where they are in the plane.
+        moved1 += self._cuts_bytes[index][0] // WORD_BYTES * moved0
+        return ((still0 + moved0) % _MOD, (still1 + moved1) % _MOD)
+
+
+def one_group(planes: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Return all planes, by index, as one group."""
+    return (tuple(range(len(planes))),)
 
 
 def _is_inside_word(plane: torch.Tensor, cuts_bytes: Sequence[int]) -> bool:
@@ -92,12 +134,10 @@ def _is_inside_word(plane: torch.Tensor, cuts_bytes: Sequence[int]) -> bool:
 
 
 def _chunks(
-    sums: Sequence[ChecksumAccumulator],
-    planes: Sequence[torch.Tensor],
-    cuts_bytes: Sequence[tuple[int, int]],
+    still: Sequence[tuple[ChecksumAccumulator, torch.Tensor, tuple[int, int]]],
 ) -> Iterator[tuple[ChecksumAccumulator, torch.Tensor, int]]:
     """Yield what lies outside the cuts of each plane, in order, and the word that it starts with."""
-    for accumulator, plane, (skip_bytes, stop_bytes) in zip(sums, planes, cuts_bytes, strict=False):
+    for accumulator, plane, (skip_bytes, stop_bytes) in still:
         for start_bytes, part in ((0, plane[:skip_bytes]), (stop_bytes, plane[stop_bytes:])):
             at_bytes = start_bytes
             for chunk in torch.split(part, CHUNK_BYTES) if part.numel() else ():

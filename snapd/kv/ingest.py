@@ -21,12 +21,12 @@ from snapd.cudamapping import MappedCudaArena
 from snapd.errors import InvalidRequest, StaleHandle
 from snapd.kv.devicecopy import choose_copy
 from snapd.kv.devicejob import Streams
-from snapd.kv.devicescatter import PrivateMemory
+from snapd.kv.devicescatter import PrivateMemory, ReadingLane
 from snapd.kv.devicewarm import warm_up
 from snapd.kv.ingestjob import STEP_BYTES, IngestJob, IngestTimes, KVOwner, check_places
 from snapd.kv.integrity import KeyedIntegrity, check_on_host, check_verified
 from snapd.kv.pool import KVPool
-from snapd.kv.slabs import Slabs, arena_bytes
+from snapd.kv.slabs import Slabs, arena_bytes, device_names
 from snapd.layout import Namespace, fingerprint
 from snapd.wire import LookupRep, SnapshotFinalizeIngestReqInput, SnapshotFinalizeIngestReqOutput
 
@@ -106,7 +106,7 @@ class Ingester:
         self.agree = agree
         self.verify = verify
         self.integrity = integrity
-        self.slabs = Slabs(client, writable=False)
+        self.slabs = Slabs(client, writable=False, devices=device_names({rank: pool}))
         self._streams = Streams()
         self._ending: list[IngestJob] = []
         self._troubled: weakref.WeakSet[IngestJob] = weakref.WeakSet()
@@ -116,6 +116,7 @@ class Ingester:
         if self.copies.is_async:
             self.copies = warm_up(pool, self.copies)
         self.private = PrivateMemory(pool.device, self.stream_of(pool.device))
+        self.reading = ReadingLane(pool.device)
         # A daemon that was restarted this moment is asked again by the first ingest.
         with contextlib.suppress(StaleHandle):
             self._map(hello.epoch)
@@ -235,3 +236,4 @@ class Ingester:
             )
         self.slabs.close()
         self.private.close()
+        self.reading.close()

@@ -17,6 +17,7 @@ from snapd import calls
 from snapd.client import Pending
 from snapd.errors import ConfigError, ConnectionProblem, InvalidRequest, Reason, RequestError, SnapdError
 from snapd.kv.checksum import checksums_equal
+from snapd.kv.copy import ScatterJob
 from snapd.kv.devicejob import CopyInterrupted, DeviceJob, DeviceMemoryFull
 from snapd.kv.devicescatter import DeviceScatter
 from snapd.kv.hostscatter import HostScatter
@@ -30,6 +31,7 @@ from snapd.wire import ArenaOffer, BeginIngestRep, SnapshotFinalizeIngestReqOutp
 if TYPE_CHECKING:
     from snapd.kv.ingest import Ingester
 
+AnyScatter = HostScatter | DeviceScatter | KeyedScatter
 STEP_BYTES: Final = 64 * 1024 * 1024
 _VOTES_MAX: Final = 2
 _ANSWER_S: Final = 1.0
@@ -132,7 +134,7 @@ class IngestJob:
         self._result: SnapshotFinalizeIngestReqOutput | None = None
         self._slots: torch.Tensor | None = None
         self._is_locked = False
-        self._scatter: HostScatter | DeviceScatter | KeyedScatter | None = None
+        self._scatter: AnyScatter | None = None
         self._layout_fingerprint = layout_fingerprint or ingester.layout_fingerprint
         self._arena: AnyMappedArena | None = None
         self._no: tuple[Reason, bool] = (Reason.INGEST_FAILED, True)
@@ -316,16 +318,33 @@ class IngestJob:
 
     def _new_scatter(
         self, planes: Sequence[torch.Tensor], skip_tokens: int, stop_tokens: int, num_tokens: int
-    ) -> HostScatter | DeviceScatter | KeyedScatter:
+    ) -> AnyScatter:
+        return self._make_scatter(planes, skip_tokens, stop_tokens, num_tokens)
+
+    def _make_scatter(
+        self,
+        planes: Sequence[torch.Tensor],
+        skip_tokens: int,
+        stop_tokens: int,
+        num_tokens: int,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> AnyScatter:
+        """Return what moves the tokens that are wanted and sums all; *groups*: see ``HostScatter``."""
         pool, copies, verify = self._in.pool, self._in.copies, self._in.verify
         if self._in.integrity is not None:
-            macs = self._in.integrity.accepted_macs(self._context(), len(planes))
             return KeyedScatter(
-                pool, planes, self._slots, skip_tokens, num_tokens, stop_tokens=stop_tokens, macs=macs
+                pool,
+                planes,
+                self._slots,
+                skip_tokens,
+                num_tokens,
+                stop_tokens=stop_tokens,
+                macs=self._in.integrity.accepted_macs(self._context(), len(planes)),
+                groups=groups,
             )
         if not copies.is_async:
             return HostScatter(
-                copies.scatter,
+                cast("Callable[..., ScatterJob]", copies.scatter),
                 pool,
                 planes,
                 self._slots,
@@ -333,6 +352,7 @@ class IngestJob:
                 num_tokens,
                 stop_tokens=stop_tokens,
                 verify=verify,
+                groups=groups,
             )
         return DeviceScatter(
             cast("Callable[..., DeviceJob]", copies.scatter),
@@ -346,6 +366,7 @@ class IngestJob:
             stream_of=self._in.stream_of,
             after=self._after,
             private=self._in.private,
+            groups=groups,
         )
 
     def _context(self) -> AttemptContext:
@@ -381,23 +402,34 @@ class IngestJob:
         else:
             is_done = self._scatter.step(max_bytes)
             self._scatter_s += time.monotonic() - started_s
+        self._compare(is_done)
+
+    def _compare(self, is_done: bool) -> None:
+        """Vote, when all of it was moved and summed."""
         if not is_done:
             return
         differing = self._differing_planes()
         if differing:
-            if time.monotonic() >= self._lease_end_s:
-                # Others may write there by now: nothing is known of the snapshot.
-                self._vote_no(Reason.LEASE_EXPIRED, keep=True)
-            else:
-                _log.warning(
-                    "a snapshot's bytes are not those that D committed; nothing of it is used",
-                    session_id=self._session_id,
-                    slab_handle=self._handle,
-                    rank=self._in.rank,
-                    **mismatch_facts(self._in.integrity, len(differing), self._in.layout.num_planes),
-                )
-                self._vote_no(Reason.CHECKSUM_MISMATCH, keep=False)
+            self._refuse_bytes(len(differing))
+        else:
+            self._go_to_vote()
+
+    def _refuse_bytes(self, differing: int) -> None:
+        """Vote no: *differing* planes are not those that D committed."""
+        if time.monotonic() >= self._lease_end_s:
+            # Others may write there by now: nothing is known of the snapshot.
+            self._vote_no(Reason.LEASE_EXPIRED, keep=True)
             return
+        _log.warning(
+            "a snapshot's bytes are not those that D committed; nothing of it is used",
+            session_id=self._session_id,
+            slab_handle=self._handle,
+            rank=self._in.rank,
+            **mismatch_facts(self._in.integrity, differing, self._in.layout.num_planes),
+        )
+        self._vote_no(Reason.CHECKSUM_MISMATCH, keep=False)
+
+    def _go_to_vote(self) -> None:
         self._voted_s = time.monotonic()
         self._phase = _Phase.VOTE
         self._cast_vote()
@@ -458,7 +490,7 @@ class IngestJob:
             if self._phase is not _Phase.ENDING:
                 self._phase = _Phase.ENDING
                 self._no = (reason, keep)
-                self._in.give_back_later(self)
+                self._leave_to_reap()
             return
         # The lease's deadline says no as well.
         with contextlib.suppress(SnapdError):
@@ -472,6 +504,10 @@ class IngestJob:
                 epoch=self._epoch,
             )
         self._finish(reason)
+
+    def _leave_to_reap(self) -> None:
+        """It was given up while a GPU works for it: somebody has to step it until it is done."""
+        self._in.give_back_later(self)
 
     def _fail(self, error: SnapdError) -> None:
         """Nothing was decided as far as this rank knows: ask again, or do not insert."""

@@ -14,6 +14,7 @@ import torch
 
 from snapd.kv.checksum import CHUNK_BYTES, PlaneChecksum
 from snapd.kv.copy import ScatterJob
+from snapd.kv.hostscatter import one_group
 from snapd.kv.integrity import PlaneMac, differing_planes
 from snapd.kv.pool import KVPool
 
@@ -32,11 +33,13 @@ class KeyedScatter:
         num_tokens: how many the slab holds.
         stop_tokens: where what P wants ends.
         macs: of the attempt, one a plane, with nothing added yet.
+        groups: see ``HostScatter``.
 
     Raises:
         InvalidRequest: something does not fit; nothing moved.
 
     Attributes:
+        groups_done: so many groups, from the first on, are hashed and in their slots.
         is_launched: never: what a step has moved is moved.
         is_idle: always: nothing goes on between two steps.
         finished: None: there is no device whose event it could be.
@@ -56,38 +59,67 @@ class KeyedScatter:
         *,
         stop_tokens: int,
         macs: Sequence[PlaneMac],
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._macs = tuple(macs)
+        self._groups = one_group(planes) if groups is None else tuple(groups)
         widths = [plane.numel() // num_tokens for plane in planes]
         cuts = [(width * skip_tokens, width * stop_tokens) for width in widths]
-        before = [plane[:skip] for plane, (skip, _) in zip(planes, cuts, strict=True)]
+        self._before = [plane[:skip] for plane, (skip, _) in zip(planes, cuts, strict=True)]
         moved = [plane[skip:stop] for plane, (skip, stop) in zip(planes, cuts, strict=True)]
-        behind = [plane[stop:] for plane, (_, stop) in zip(planes, cuts, strict=True)]
-        self._job = None if slots is None else ScatterJob(pool, slots, moved, sums=self._macs)
-        self._before = _Still(self._macs, before)
-        self._behind = _Still(self._macs, behind)
+        self._behind = [plane[stop:] for plane, (_, stop) in zip(planes, cuts, strict=True)]
+        self._moved_bytes = [part.numel() for part in moved]
+        order = [index for group in self._groups for index in group]
+        self._job = None if slots is None else ScatterJob(pool, slots, moved, sums=self._macs, order=order)
+        self.groups_done = 0
+        self._begin_group()
+
+    def _begin_group(self) -> None:
+        group = self._groups[self.groups_done] if self.groups_done < len(self._groups) else ()
+        self._group_macs = [self._macs[index] for index in group]
+        self._still_before = _Still(self._group_macs, [self._before[index] for index in group])
+        self._still_behind = _Still(self._group_macs, [self._behind[index] for index in group])
+        self._left_bytes = 0 if self._job is None else sum(self._moved_bytes[index] for index in group)
         self._is_moving = False
 
     def step(self, max_bytes: int) -> bool:
-        """Hash and move some bytes, at least one piece; return whether all were."""
-        left_bytes = self._before.step(max(max_bytes, 1))
-        if not self._before.done or left_bytes <= 0:
+        """Hash and move some bytes, at least one piece, of one group at most; return whether all were."""
+        left_bytes = self._still_before.step(max(max_bytes, 1))
+        if not self._still_before.done or left_bytes <= 0:
             return False
-        if self._job is not None and not self._job.done:
+        if self._job is not None and self._left_bytes:
             if not self._is_moving:
                 self._is_moving = True
-                for mac in self._macs:
+                for mac in self._group_macs:
                     mac.begin_part()
-            moved_bytes = self._job.bytes_done
-            if not self._job.step(left_bytes):
+            before_bytes = self._job.bytes_done
+            self._job.step(min(left_bytes, self._left_bytes))
+            moved_bytes = self._job.bytes_done - before_bytes
+            self._left_bytes -= moved_bytes
+            if self._left_bytes:
                 return False
-            left_bytes -= self._job.bytes_done - moved_bytes
-        self._behind.step(left_bytes)
-        return self._behind.done
+            left_bytes -= moved_bytes
+        self._still_behind.step(left_bytes)
+        if not self._still_behind.done:
+            return False
+        if self.groups_done < len(self._groups):
+            self.groups_done += 1
+            self._begin_group()
+        return self.groups_done == len(self._groups)
 
     def differing(self, expected: Sequence[PlaneChecksum]) -> list[int]:
         """Return the indexes of the planes whose MAC is not the one that was committed; none means equal."""
         return differing_planes(expected, self._macs)
+
+    def differing_in(self, group: Sequence[int], expected: Sequence[PlaneChecksum]) -> list[int]:
+        """Return those of the planes of a group that is done whose MAC is not the one of *expected*.
+
+        Args:
+            group: planes, by index.
+            expected: of all planes.
+        """
+        differing = differing_planes([expected[index] for index in group], [self._macs[i] for i in group])
+        return [group[at] for at in differing]
 
 
 class _Still:

@@ -159,6 +159,13 @@ class KVPool:
         self.dtype = str(first.dtype).removeprefix("torch.")
         self._num_layers = len(k_buffers)
 
+    @property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Which of ``planes`` each layer is made of, by index: its K and its V, or its fused latent."""
+        return tuple(
+            tuple(range(layer, len(self.planes), self._num_layers)) for layer in range(self._num_layers)
+        )
+
     @classmethod
     def mha(
         cls, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor], page_size_tokens: int = 1

@@ -92,7 +92,7 @@ def scatter_into(*arguments: Any, **others: Any) -> tuple[list[torch.Tensor], De
     while not scatter.step(1):
         steps += 1
         assert steps < 1_000
-    assert steps >= len(scatter._groups) - 1, "one is launched at a time"
+    assert steps >= len(scatter._parts) - 1, "one is launched at a time"
     return targets, scatter
 
 
@@ -158,7 +158,7 @@ def test_private_memory_is_bounded_unless_one_plane_is_larger(monkeypatch: pytes
     private = PrivateMemory(CPU, None)
     stores, slots = Stores(widths, 128), slots_of("random", 128, 76)
     _, scatter = new_scatter(stores, planes, slots, 1, private=private)
-    assert scatter._groups == [[0, 1], [2], [3]]
+    assert [part for part, _ in scatter._parts] == [[0, 1], [2], [3]]
     assert private.size_bytes == 0, "nothing is taken before the first step"
     assert not scatter.step(1)
     assert private.size_bytes == 2_000
@@ -285,7 +285,7 @@ def test_a_part_that_cannot_be_launched_yet_comes_before_the_next(monkeypatch: p
     planes = planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0)
     stores, slots = Stores(widths, 128), slots_of("random", 128, 76)
     late, scatter = scatter_into(stores, planes, slots, 1, True, LateScatter)
-    assert len(scatter._groups) == 3
+    assert len(scatter._parts) == 3
     other, _ = scatter_into(stores, planes, slots, 1, True)
     assert all(torch.equal(one, two) for one, two in zip(late, other, strict=True))
 

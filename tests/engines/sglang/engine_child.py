@@ -18,8 +18,13 @@ from tools.engines.torchvision_ops import declare_torchvision_ops
 declare_torchvision_ops()
 
 FLUSH_S = 60.0
-# A file: while it is there, a push stops when it has begun, and says so in a file beside it.
+# A file: while it is there, a push stops when it has begun, and says so in a file beside it. One beside it
+# does the same with a load that was accepted, before its first layer is moved.
 HOLD = "SNAPD_TEST_HOLD"
+# Set: Mooncake's ports are kept to this host.
+INSIDE = "SNAPD_TEST_INSIDE"
+# As its environment says.
+MOONCAKE_PORTS = range(15_000, 17_001)
 
 
 def hold_pushes(hold: Path) -> None:
@@ -37,6 +42,37 @@ def hold_pushes(hold: Path) -> None:
         return finish(self, job)
 
     Offloader._finish = held  # type: ignore[method-assign]
+
+
+def hold_loads(hold: Path) -> None:
+    """Have SGLang's scheduler hold loads of the linker between their two passes."""
+    from snapd.engines.sglang_layers import LayerLoads
+
+    land = LayerLoads._land
+
+    def held(self: LayerLoads, batch: Any) -> None:
+        if hold.exists():
+            hold.with_suffix(".loading").touch()
+            while hold.exists():
+                time.sleep(0.01)
+        land(self, batch)
+
+    LayerLoads._land = held  # type: ignore[method-assign]
+
+
+def keep_inside() -> None:
+    """Have SGLang's transfer engine, which listens on every address, be reached from this host only."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
+
+    from snapd.transport.loopback import listening_inside_only
+
+    initialize = MooncakeTransferEngine.initialize
+
+    def inside(self: Any, *args: Any, **kwargs: Any) -> None:
+        with listening_inside_only(MOONCAKE_PORTS):
+            initialize(self, *args, **kwargs)
+
+    MooncakeTransferEngine.initialize = inside
 
 
 def serve(config: dict[str, Any]) -> None:
@@ -57,11 +93,17 @@ def serve(config: dict[str, Any]) -> None:
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "flush":
         return {"flushed": flush(engine)}
-    output = engine.generate(
-        input_ids=request["token_ids"],
-        sampling_params={"max_new_tokens": request["max_tokens"], "temperature": 0, "ignore_eos": True},
-    )
-    return {"token_ids": output["output_ids"], "meta": output["meta_info"]}
+    try:
+        output = engine.generate(
+            input_ids=request["token_ids"],
+            sampling_params={"max_new_tokens": request["max_tokens"], "temperature": 0, "ignore_eos": True},
+            **request.get("bootstrap", {}),
+        )
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    outputs = output if isinstance(output, list) else [output]
+    answers = [{"token_ids": one["output_ids"], "meta": one["meta_info"]} for one in outputs]
+    return {"answers": answers} if isinstance(output, list) else answers[0]
 
 
 def flush(engine: Any) -> bool:
@@ -76,5 +118,8 @@ def flush(engine: Any) -> bool:
 
 if __name__ == "__mp_main__" and HOLD in os.environ:
     hold_pushes(Path(os.environ[HOLD]))
+    hold_loads(Path(os.environ[HOLD]).with_suffix(".loads"))
+if __name__ == "__mp_main__" and INSIDE in os.environ:
+    keep_inside()
 if __name__ == "__main__":
     serve(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

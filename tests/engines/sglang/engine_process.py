@@ -93,11 +93,19 @@ class EngineProcess:
         line, _, self._read = self._read.partition(b"\n")
         return json.loads(line)
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, request: dict[str, Any]) -> None:
+        """Ask it something; ``end`` has the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the answer to what was asked first."""
         return self._answer(ANSWER_S)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.begin(request)
+        return self.end()
 
     def ready(self) -> None:
         """Wait until it can be asked."""
@@ -106,6 +114,7 @@ class EngineProcess:
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
         """Return the tokens of a greedy answer, and how many of the prompt were not computed."""
         reply = self._ask({"do": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens})
+        assert "error" not in reply, reply
         assert reply["meta"]["finish_reason"]["type"] == "length", reply["meta"]
         return reply["token_ids"], reply["meta"]["cached_tokens"]
 

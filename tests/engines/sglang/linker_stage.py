@@ -4,19 +4,23 @@ import contextlib
 import hashlib
 import itertools
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from snapd.client import Client
 from snapd.core.events import State
 from snapd.core.session import SessionView
+from snapd.engines.sglang_layers import LoadBatch
 from snapd.engines.sglang_load import Loader
 from snapd.engines.sglang_offload import Offloader
 from snapd.engines.support import EngineSettings
+from snapd.kv.layerpages import LayerPagesJob
 from snapd.kv.pool import KVPool
 from snapd.layout import Namespace, fingerprint
 from snapd.mapping import map_arena
@@ -82,6 +86,7 @@ class Stage:
         *,
         rank: int = 0,
         agree: Callable[[bool], bool] | None = None,
+        layer_wise: bool = True,
         **fields: object,
     ) -> None:
         self.daemon = daemon
@@ -89,9 +94,14 @@ class Stage:
         self.namespace = Namespace(tenant=f"tenant-{next(_tenants)}")
         settings = settings_of(daemon, **fields)
         self.d_pool, self.p_pool = make_pool(), make_pool()
-        self.loader = Loader(settings, rank, self.p_pool, lambda: self.namespace, agree=agree)
+        self.loader = Loader(
+            settings, rank, self.p_pool, lambda: self.namespace, agree=agree, layer_wise=layer_wise
+        )
         self.offloader = Offloader(settings, rank, self.d_pool, lambda: self.namespace)
         self.client = Client(str(daemon.socket_path), timeout_s=PATIENCE_S)
+        # Layers of the last batch that are there, and why it failed.
+        self.layers: list[int] = []
+        self.failed: list[BaseException] = []
 
     def write(self, keys: Sequence[str], pages: Sequence[int]) -> torch.Tensor:
         """Have D compute pages; return their slots."""
@@ -113,8 +123,20 @@ class Stage:
         return self.offloader.take()
 
     def load(self, keys: Sequence[str], pages: Sequence[int], rid: str = "r") -> bool:
-        """Have P load pages that it has looked up, into these pages of its pool."""
-        return self.loader.load(rid, keys, slots_of(pages))
+        """Have P load pages that it has looked up into these pages of its pool, as SGLang's batches do.
+
+        Returns whether they are there; what is refused and what fails later is told apart by ``failed``.
+        """
+        if not self.loader.load(rid, keys, slots_of(pages)):
+            assert not self.loader.has_queued
+            return False
+        return self.loader.finish(self.begin())
+
+    def begin(self) -> LoadBatch:
+        """Have everything begin that P was told to load."""
+        self.layers = []
+        self.failed = []
+        return self.loader.start(self.layers.append, self.failed.append)
 
     def assert_loaded(self, keys: Sequence[str], pages: Sequence[int]) -> None:
         """P holds D's bytes in these pages, and poison everywhere else."""
@@ -147,8 +169,7 @@ class Stage:
         """Change every byte of the daemon's arena."""
         arena = map_arena(str(self.daemon.socket_path), self.rank, True, PATIENCE_S)
         try:
-            for at in range(arena.size_bytes):
-                arena.buffer[at] ^= 0x5A
+            torch.frombuffer(arena.buffer, dtype=torch.uint8).bitwise_xor_(0x5A)
         finally:
             arena.close()
 
@@ -156,6 +177,32 @@ class Stage:
         self.loader.close()
         self.offloader.close()
         self.client.close()
+
+
+class Gate:
+    """Holds the thread that moves layers, when a load has so many of them.
+
+    Attributes:
+        made: of the present test; they are opened before its stage is closed.
+    """
+
+    made: ClassVar[list["Gate"]] = []
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+        self.held, self.opened = threading.Event(), threading.Event()
+        step = LayerPagesJob.step
+
+        def gated(job: LayerPagesJob, max_bytes: int) -> bool:
+            if job.is_verified and not job.done and job.layers_done == layers and not self.opened.is_set():
+                self.held.set()
+                assert self.opened.wait(PATIENCE_S)
+            return step(job, max_bytes)
+
+        monkeypatch.setattr(LayerPagesJob, "step", gated)
+        self.made.append(self)
+
+    def wait(self) -> None:
+        assert self.held.wait(PATIENCE_S)
 
 
 def truth(key: str, plane: int, shape: torch.Size) -> torch.Tensor:
@@ -169,4 +216,7 @@ def staged(daemon: DaemonProcess, **fields: Any) -> Iterator[Stage]:
     try:
         yield stage
     finally:
+        for gate in Gate.made:
+            gate.opened.set()
+        Gate.made.clear()
         stage.close()

@@ -2,7 +2,7 @@
 
 D and P do what they do when prefill and decode are disaggregated: P computes the prompt, D has the same KV
 and decodes the answer, and at the next turn P gets the answer's KV back. Here D computes the prompt's KV
-itself, as there is no transfer engine between two processes on a CPU.
+itself; SGLang's own disaggregation is in test_disaggregation.py.
 """
 
 import contextlib
@@ -121,6 +121,8 @@ class Trio:
             "d": {"role": "decode"}, "p": {"role": "prefill"}, "blind": {"role": "prefill", "verify": False},
         }  # fmt: skip
         self.hold = directory / "hold"
+        # Loads that were accepted are held while this file is there.
+        self.hold_loads = self.hold.with_suffix(".loads")
         self.engines = {
             name: EngineProcess(
                 directory, name, engine_config(model, common | role), SNAPD_TEST_HOLD=str(self.hold)
@@ -299,6 +301,47 @@ def test_corrupt_bytes_never_reach_p(trio: Trio) -> None:
     assert is_equal
     assert cached == own_tokens < reusable
     trio.wait_for(lambda: trio.reasons().count("checksum-mismatch") > before, "the log says why")
+
+
+def load_held(trio: Trio, seed: int, act: Callable[[], object]) -> tuple[Conversation, dict[str, Any], int]:
+    """Have P accept a load, do something, and have it go on; return P's answer, and what it could reuse."""
+    conversation = Conversation(trio, seed)
+    reusable = conversation.first_turn(trio.p)
+    conversation.ask()
+    trio.hold_loads.touch()
+    request = {"do": "generate", "token_ids": conversation.prompt, "max_tokens": SHOWN_TOKENS}
+    try:
+        trio.p.begin(request)
+        trio.wait_for(trio.hold_loads.with_suffix(".loading").exists, "P has accepted the load")
+        act()
+    finally:
+        trio.hold_loads.unlink()
+        trio.hold_loads.with_suffix(".loading").unlink(missing_ok=True)
+    return conversation, trio.p.end(), reusable
+
+
+def test_bytes_that_change_after_p_compared_them_end_the_request_without_a_token(trio: Trio) -> None:
+    """And P goes on: it computes what it could not have."""
+    mismatches = trio.reasons().count("checksum-mismatch")
+    conversation, reply, reusable = load_held(trio, 11, trio.corrupt)
+    assert "External KV cache load failed" in str(reply), reply
+    assert not reply.get("token_ids"), reply
+    trio.wait_for(lambda: trio.reasons().count("checksum-mismatch") > mismatches, "the log says why")
+    assert "checksum-mismatch" in trio.p.stderr
+    answer, cached = trio.p.generate(conversation.prompt, SHOWN_TOKENS)
+    trio.shown.corrupt_reached_tree += cached >= reusable
+    assert answer == trio.expected(conversation.prompt)
+    assert cached < reusable
+
+
+def test_a_load_outlives_the_daemon(trio: Trio) -> None:
+    """What P has compared is still mapped, and is compared again."""
+    try:
+        conversation, reply, reusable = load_held(trio, 12, trio.daemon.kill)
+        assert reply["token_ids"] == trio.expected(conversation.prompt)
+        assert reply["meta"]["cached_tokens"] == reusable
+    finally:
+        trio.restart_daemon()
 
 
 def test_without_verification_corrupt_bytes_change_the_answer(trio: Trio) -> None:

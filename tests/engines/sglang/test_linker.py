@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import threading
 import types
 from array import array
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from linker_stage import PATIENCE_S, serving, wait_until
+from linker_stage import PATIENCE_S, Gate, serving, wait_until
 
 from snapd.client import Client
 from snapd.core.events import State
-from snapd.errors import ConfigError, UnsupportedEngine
+from snapd.errors import ConfigError, Reason, UnsupportedEngine
 from snapd.mapping import map_arena
 from tests.integration.daemon_process import DaemonProcess
 
@@ -278,6 +279,127 @@ def test_a_load_that_is_cancelled_is_not_waited_for(paged: Pair) -> None:
     assert paged.p.tree.finish_external_linker_loads([request]) == []
     assert not paged.p.linker.cancel_queued_load("p1")
     paged.p.allocator.free(slots)
+
+
+def loaded(pair: Pair) -> tuple[Any, torch.Tensor]:
+    """Have D compute and P accept a load, as a batch that is made up; return its request and its slots."""
+    pair.d.compute("d1", (*PROMPT, *ANSWER))
+    request = pair.p.request("p1", (*PROMPT, *ANSWER, 5))
+    slots = pair.p.load(request)
+    assert slots is not None
+    return request, slots
+
+
+def test_a_layer_is_waited_for_and_no_longer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass has the first layer while the second is not there, and waits for that one."""
+    p, gate = pair.p, Gate(monkeypatch, layers=1)
+    request, slots = loaded(pair)
+    index = p.tree.ready_to_load_host_cache()
+    p.linker.layer_done_counter.set_consumer(index)
+    gate.wait()
+    p.pool.get_key_buffer(0)
+    for at, buffer in enumerate(p.buffers):
+        is_first = at % 3 == 0
+        for place in (0, len(slots) - 1):
+            expected = truth((*PROMPT, *ANSWER)[: place + 1], at, buffer[0])
+            assert torch.equal(buffer[int(slots[place])], expected) is is_first
+    futures = p.linker.layer_done_counter.futures[index]
+    assert [future.done() for future in futures] == [True, False, False]
+    waits, read = threading.Event(), threading.Event()
+    wait = futures[1].exception
+
+    def wait_and_tell() -> BaseException | None:
+        waits.set()
+        return wait()
+
+    def read_second_layer() -> None:
+        p.pool.get_value_buffer(1)
+        read.set()
+
+    monkeypatch.setattr(futures[1], "exception", wait_and_tell)
+    thread = threading.Thread(target=read_second_layer)
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    assert not read.is_set() and not futures[1].done()
+    gate.opened.set()
+    thread.join()
+    assert p.tree.finish_external_linker_loads([request]) == []
+    p.assert_holds((*PROMPT, *ANSWER), slots)
+    p.allocator.free(slots)
+
+
+def test_bytes_that_change_after_they_were_compared_end_the_request_with_an_error(pair: Pair) -> None:
+    """SGLang drops what the forward pass made of them, and its tree never has them."""
+    p = pair.p
+    request, slots = loaded(pair)
+    pair.corrupt()
+    index = p.tree.ready_to_load_host_cache()
+    p.linker.layer_done_counter.set_consumer(index)
+    for layer in range(3):
+        p.pool.get_key_buffer(layer)
+    assert p.tree.finish_external_linker_loads([request]) == [request]
+    assert request.skip_radix_cache_insert
+    assert request.discard_output_reason.status_code == 503
+    p.allocator.free(slots)
+    again = p.request("p2", (*PROMPT, *ANSWER, 5))
+    assert (again.prefix_len, again.host_hit_length) == (0, 0)
+
+
+def test_a_load_whose_lease_was_over_ends_the_request_when_its_layers_were_all_there(
+    paged: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon says so when it is asked at the end."""
+    p, gate = paged.p, Gate(monkeypatch, layers=3)
+    request, slots = loaded(paged)
+    index = p.tree.ready_to_load_host_cache()
+    gate.wait()
+    p.linker.layer_done_counter.set_consumer(index)
+    for layer in range(3):
+        p.pool.get_key_buffer(layer)
+    with Client(str(paged.daemon.socket_path), timeout_s=PATIENCE_S) as client:
+        for job in p.linker._batches[index].jobs:
+            refusal = {"ok": False, "reason": Reason.INGEST_FAILED, "keep": True}
+            client.vote(job.slab_handle, 0, job._lease.lease_id, **refusal)
+    gate.opened.set()
+    assert p.tree.finish_external_linker_loads([request]) == [request]
+    assert p.linker._batches == {}
+    p.allocator.free(slots)
+
+
+def test_sglangs_flush_returns_when_no_slot_is_written_any_more(
+    paged: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, gate = paged.p, Gate(monkeypatch, layers=1)
+    loaded(paged)
+    index = p.tree.ready_to_load_host_cache()
+    gate.wait()
+    futures = p.linker.layer_done_counter.futures[index]
+    batch = p.linker._batches[index]
+    thread = threading.Thread(target=p.tree.reset)
+    thread.start()
+    wait_until(lambda: batch.is_stopping, "asked to stop")
+    assert thread.is_alive() and not batch.has_ended
+    gate.opened.set()
+    thread.join()
+    assert batch.has_ended and all(future.done() for future in futures)
+    assert p.linker._batches == {} and p.linker.layer_done_counter.futures == {}
+    p.allocator.clear()
+    p.tree.req_to_token_pool.clear()
+    request = p.request("p2", (*PROMPT, *ANSWER, 5))
+    slots = p.load(request)
+    assert slots is not None
+    p.forward(request)
+    p.assert_holds((*PROMPT, *ANSWER), slots)
+    p.allocator.free(slots)
+
+
+def test_loads_can_be_whole_before_they_are_accepted(daemon: DaemonProcess, server_args: Any) -> None:
+    pair = Pair(daemon, server_args, ("mha", "rust", 16), layer_wise=False)
+    request, slots = loaded(pair)
+    pair.p.assert_holds((*PROMPT, *ANSWER), slots)
+    pair.p.forward(request)
+    pair.p.allocator.free(slots)
+    pair.close()
 
 
 def test_p_offloads_nothing_and_sglang_does_not_ask_again(paged: Pair) -> None:

@@ -51,6 +51,13 @@ def stage(daemon: DaemonProcess) -> Iterator[Stage]:
         yield made
 
 
+@pytest.fixture
+def whole(daemon: DaemonProcess) -> Iterator[Stage]:
+    """A P that moves a load before it accepts it."""
+    with staged(daemon, layer_wise=False) as made:
+        yield made
+
+
 # --- what goes well ----------------------------------------------------------------------------
 
 
@@ -61,6 +68,32 @@ def test_what_d_offloads_p_finds_by_its_keys_and_loads(stage: Stage) -> None:
     assert stage.load(keys, range(40, 52))
     stage.assert_loaded(keys, range(40, 52))
     assert stage.sessions() == [] and stage.sessions(State.INGESTED)
+
+
+def test_a_load_that_is_moved_whole_is_there_when_it_is_accepted(whole: Stage) -> None:
+    """And every layer is told at once when its batch begins; what is corrupt is refused."""
+    keys = keys_of(12)
+    assert whole.offload(keys)
+    assert whole.loader.lookup("r", keys) == 12
+    assert whole.loader.load("r", keys, slots_of(range(40, 52))) and whole.loader.has_queued
+    whole.assert_loaded(keys, range(40, 52))
+    assert whole.sessions(State.INGESTED)
+    batch = whole.begin()
+    assert whole.layers == [0, 1, 2] and batch.has_ended and whole.loader.finish(batch)
+    assert not whole.loader.has_queued
+    more = keys_of(5, seed=1)
+    assert whole.offload(more)
+    for _ in range(2):
+        assert whole.loader.lookup("r", more) == 5
+        assert not whole.loader.forget("r")
+    assert whole.loader.lookup("r", more) == 5
+    assert whole.loader.load("r", more, slots_of(range(60, 65)))
+    assert whole.loader.forget("r") and not whole.loader.has_queued and not whole.loader.forget("r")
+    last = keys_of(5, seed=2)
+    assert whole.offload(last)
+    assert whole.loader.lookup("r", last) == 5
+    whole.corrupt()
+    assert not whole.loader.load("r", last, slots_of(range(70, 75))) and not whole.loader.has_queued
 
 
 def test_p_loads_only_the_pages_that_it_lacks(stage: Stage) -> None:
@@ -178,9 +211,9 @@ def test_a_push_of_more_keys_than_the_daemon_takes_is_cut_up() -> None:
         assert stage.loader.lookup("r", keys) == 4
 
 
-def test_a_copy_on_a_gpu_is_waited_for(stage: Stage) -> None:
+def test_a_copy_on_a_gpu_is_waited_for(whole: Stage) -> None:
     """In host memory: whoever is told that pages are loaded may read them at once."""
-    keys = keys_of(12)
+    stage, keys = whole, keys_of(12)
     assert stage.offload(keys)
     ingester = stage.loader._made[1]  # type: ignore[index]
     device = FakeDevice(looks=5)
@@ -198,10 +231,10 @@ def test_a_copy_on_a_gpu_is_waited_for(stage: Stage) -> None:
 
 
 def test_slots_are_not_given_back_while_a_gpu_may_write_them(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    whole: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is raised while it copies."""
-    keys = keys_of(12)
+    stage, keys = whole, keys_of(12)
     assert stage.offload(keys)
     ingester = stage.loader._made[1]  # type: ignore[index]
     device = FakeDevice(looks=5)
@@ -809,5 +842,11 @@ def test_threads_work_on_the_gpu_of_their_pool(
         stage.offloader.close()
         stage.d_pool.device = torch.device("cuda:2")
         stage.offloader._run()
-        assert used == [torch.device("cuda:1"), torch.device("cuda:2")]
+        layers = stage.loader._layers
+        assert layers is not None
+        layers.close()
+        layers._device = torch.device("cuda:3")
+        layers._given.put(None)
+        layers._run()
+        assert used == [torch.device("cuda:1"), torch.device("cuda:2"), torch.device("cuda:3")]
         stage.d_pool.device = stage.p_pool.device = torch.device("cpu")
