@@ -507,15 +507,18 @@ def list_sessions(
     return _as_is(request, ListRep, timeout_s)
 
 
-def stats(*, overview: Order | None = None, timeout_s: float | None = None) -> Call[StatsRep]:
+def stats(
+    *, overview: Order | None = None, bounds: bool = False, timeout_s: float | None = None
+) -> Call[StatsRep]:
     """Return the daemon's counters, books and bounds.
 
     Args:
         overview: have a picture of what is open too, with the attempts that come first in this order:
             ``deadline``, the nearest; ``age``, the oldest; ``bytes``, the largest.
+        bounds: have every bound too, with where it comes from and how much of it is in use.
         timeout_s: for the whole call.
     """
-    return _as_is(StatsReq(id=NO_ID, overview=overview), StatsRep, timeout_s)
+    return _as_is(StatsReq(id=NO_ID, overview=overview, bounds=bounds), StatsRep, timeout_s)
 
 
 def drain(draining: bool = True, *, timeout_s: float | None = None) -> Call[AckRep]:

@@ -42,6 +42,7 @@ from snapd.kveventsconfig import (
 )
 from snapd.kveventsconfig import CONNECT_WANTED as EVENT_PEER_WANTED
 from snapd.kveventsconfig import WANTED as EVENT_WANTED
+from snapd.limits import Limits
 from snapd.metricsaddress import WANTED, is_loopback, listen_address
 from snapd.mooncakeconfig import MooncakeConfig, Variable, VariableName
 from snapd.units import GIB, KIB, MIB, TIB, format_bytes
@@ -371,6 +372,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv_events_buffer_batches: BufferBatches = 10_000
     kv_events_buffer_bytes_max: BufferBytesMax = 64 * MIB
 
+    limits: Annotated[Limits, Meta(description="Bounds that are seldom changed.")] = Limits()
+
     @property
     def is_open_to_other_users(self) -> bool:
         """Users other than the daemon's own and root may connect over the unix socket."""
@@ -447,7 +450,27 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{shown('page_keys_max')} makes requests of {format_bytes(request_bytes)}, more than "
                 f"{shown('frame_bytes_max')}: lower the first or raise the second"
             )
+        self._check_limits(origin)
         self._check_arenas_and_transport(origin)
+
+    def _check_limits(self, origin: Mapping[str, str]) -> None:
+        """Check what must hold between two of the table ``[limits]``."""
+
+        def shown(name: str) -> str:
+            where = origin.get(f"limits.{name}", DEFAULT_ORIGIN)
+            return f"limits.{name} = {getattr(self.limits, name)} ({where})"
+
+        limits = self.limits
+        if limits.notification_chars_max > limits.notifications_chars_max:
+            raise ConfigError(
+                f"{shown('notification_chars_max')} must not be above {shown('notifications_chars_max')}: "
+                "one notification must fit; lower the first or raise the second"
+            )
+        if limits.log_close_ms >= limits.stop_grace_ms:
+            raise ConfigError(
+                f"{shown('log_close_ms')} must be below {shown('stop_grace_ms')}: the service manager must "
+                "wait for the log; lower the first or raise the second"
+            )
 
     def _check_kv_events(self, origin: Mapping[str, str]) -> None:
         def shown(name: str) -> str:
@@ -574,8 +597,8 @@ class _Given(NamedTuple):
 _SETTINGS: Final = settings_of(Config)
 _SHORTHAND: Final = settings_of(ArenaShorthand)
 _ARENA: Final = settings_of(ArenaConfig)
-_TABLED: Final = {key: leaf for setting in _SETTINGS.values() if setting.is_table
-                  for key, leaf in setting.table.items()}  # fmt: skip
+_TABLES: Final = tuple(name for name, setting in _SETTINGS.items() if setting.is_table)
+_TABLED: Final = {key: leaf for name in _TABLES for key, leaf in _SETTINGS[name].table.items()}
 _FILE_KEYS: Final = _SETTINGS | _SHORTHAND
 _KEYS: Final = _FILE_KEYS | _TABLED
 assert len(_KEYS) == len(_SETTINGS) + len(_SHORTHAND) + len(_TABLED), "no two settings have one key"
@@ -584,7 +607,7 @@ _MOONCAKE_SETTINGS: Final = "mooncake.settings"
 _VARIABLE_NAME: Final = setting_of(_MOONCAKE_SETTINGS, _MOONCAKE_SETTINGS, VariableName)
 _VARIABLE: Final = setting_of(_MOONCAKE_SETTINGS, _MOONCAKE_SETTINGS, Variable)
 # What no text can stand for: it has no environment variable.
-_WITHOUT_VARIABLE: Final = frozenset({"access", "arena", "mooncake", _MOONCAKE_SETTINGS})
+_WITHOUT_VARIABLE: Final = frozenset({"access", "arena", *_TABLES, _MOONCAKE_SETTINGS})
 
 
 def environment_name(key: str) -> str:
@@ -604,7 +627,7 @@ def config_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     short = msgspec.json.schema(ArenaShorthand)["$defs"]["ArenaShorthand"]["properties"]
     definitions["Config"]["properties"] |= short
-    for name, settings in (("Config", _FILE_KEYS), ("ArenaConfig", _ARENA)):
+    for name, settings in (("Config", _FILE_KEYS), ("ArenaConfig", _ARENA), ("Limits", settings_of(Limits))):
         for key, setting in settings.items():
             if setting.is_size:
                 definitions[name]["properties"][key]["type"] = ["integer", "string"]
@@ -663,7 +686,10 @@ def load(path: Path | None, env: Mapping[str, str], overrides: Mapping[str, obje
             values[key] = _expand_home(value, env) if key.endswith("_path") else value
             origin[key] = source
     values["arenas"], origin["arenas"] = _arenas(given)
-    values["mooncake"] = _mooncake(given, origin)
+    values["mooncake"] = MooncakeConfig(
+        **_table("mooncake", given, origin), settings=_table(_MOONCAKE_SETTINGS, given, origin)
+    )
+    values["limits"] = Limits(**_table("limits", given, origin))
     config = Config(**values)
     config.check(origin)
     return Loaded(config, origin, path)
@@ -703,20 +729,11 @@ def _variable_setting(source: str, variable: str) -> Setting:
     return _VARIABLE._replace(attribute=f"{_MOONCAKE_SETTINGS}.{variable}")
 
 
-def _mooncake(given: Mapping[str, _Given], origin: dict[str, str]) -> MooncakeConfig:
-    """Return what all sources set together, and note the origin of each key."""
-    values: dict[str, Any] = {}
-    variables: dict[str, str] = {}
-    for key, (value, source, _) in given.items():
-        table, _, name = key.rpartition(".")
-        if table == _MOONCAKE_SETTINGS:
-            variables[name] = value
-        elif table == "mooncake":
-            values[name] = value
-        else:
-            continue
-        origin[key] = source
-    return MooncakeConfig(**values, settings=variables)
+def _table(table: str, given: Mapping[str, _Given], origin: dict[str, str]) -> dict[str, Any]:
+    """Return what all sources set of a table together, and note the origin of each key."""
+    found = {key: one for key, one in given.items() if key.rpartition(".")[0] == table}
+    origin.update({key: one.origin for key, one in found.items()})
+    return {key.rpartition(".")[2]: one.value for key, one in found.items()}
 
 
 def _arenas(given: Mapping[str, _Given]) -> tuple[tuple[ArenaConfig, ...], str]:

@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,9 +32,10 @@ from snapd.core.session import Settings
 from snapd.core.slab import SlabAllocator
 from snapd.cudaarena import CudaArena
 from snapd.errors import Reason, StartupError
-from snapd.eventlog import EventLog, LogSettings
+from snapd.eventlog import EventLog, LogSettings, TurnRecords
 from snapd.executor import Executor, spare_the_old
 from snapd.logrecovery import closing_records, read_open_attempts
+from snapd.malloc import keep_threshold
 from snapd.notifications import Notifications
 from snapd.sdnotify import Heartbeat, Notifier
 from snapd.server import Server
@@ -54,31 +55,36 @@ EXIT_OK: Final = 0
 EXIT_INTERNAL_ERROR: Final = 70
 # What a shell reports for a process that SIGTERM has ended.
 EXIT_SECOND_SIGNAL: Final = 128 + signal.SIGTERM
-_LOG_CLOSE_S: Final = 5.0
-# What the end may last beyond the drain: the log has its time, and the memory goes back.
-_END_GRACE_MS: Final = 30_000
-assert _END_GRACE_MS > _LOG_CLOSE_S * MS_PER_S, "the service manager waits for the log"
 _DRAIN_POLL_S: Final = 0.02
 _CLOSING_CHUNK: Final = 1_000
-_ACCEPT_BACKLOG: Final = 256
 # Among Mooncake's variables and metadata servers, what is nobody's business who asks for statistics.
 _IS_SHOWN: Final = re.compile("(?!.*(PASSWORD|SECRET|TOKEN|CREDENTIAL))[A-Z0-9_]+")
 _PASSWORD_IN_URL: Final = re.compile("//[^/@]*@")
 
 
-def run(config: Config) -> int:
+def run(config: Config, origin: Mapping[str, str] | None = None) -> int:
     """Serve until a signal ends it, and return the exit status.
+
+    Args:
+        config: the configuration.
+        origin: where each setting came from, for whoever asks the daemon.
 
     Raises:
         StartupError: it cannot run as configured; nothing is left behind.
     """
+    keep_threshold()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, origin or {}))
 
 
 def settings_of(config: Config) -> Settings:
     """Return the core's part of the configuration."""
-    return Settings(**{name: getattr(config, name) for name in Settings.__struct_fields__})
+    return Settings(
+        **{
+            name: getattr(config if hasattr(config, name) else config.limits, name)
+            for name in Settings.__struct_fields__
+        }
+    )
 
 
 def _machine(config: Config, arenas: dict[int, tuple[AnyArena, int]]) -> Machine:
@@ -103,6 +109,8 @@ class _Stop:
         self.asked = asyncio.Event()
         self.reason = ""
         self.status = EXIT_OK
+        # What keeps the core from going on after a bug; set once there is one.
+        self.halt: Callable[[], None] = lambda: None
 
     def on_signal(self, number: signal.Signals) -> None:
         if self.asked.is_set():
@@ -118,13 +126,14 @@ class _Stop:
         _log.critical("internal error", message=context.get("message"))
         if isinstance(error, BaseException):
             traceback.print_exception(error, file=sys.stderr)
+        self.halt()
         # With this reason open attempts stay open in the log, and the next start closes them.
         self.reason = Reason.INTERNAL_ERROR
         self.status = EXIT_INTERNAL_ERROR
         self.asked.set()
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, origin: Mapping[str, str]) -> int:
     loop = asyncio.get_running_loop()
     stop = _Stop()
     loop.set_exception_handler(stop.on_loop_error)
@@ -162,8 +171,11 @@ async def _serve(config: Config) -> int:
         on_record = metrics.counted(server) if metrics else server.show_record
         if kv_events:
             on_record = kv_events.observing(machine.books.open, on_record)
-        executor = Executor(machine, log, SystemClock(), loop.call_later, server.tell_end, on_record)
+        server.records = records = TurnRecords(log)
+        executor = Executor(machine, records, SystemClock(), loop.call_later, server.tell_end, on_record)
         stack.callback(executor.close)
+        stop.halt = executor.halt
+        usages = [server.usage, *([kv_events.usage] if kv_events else [])]
         service_type = metrics.service_type if metrics else Service
         server.service = service_type(
             config,
@@ -171,11 +183,13 @@ async def _serve(config: Config) -> int:
             executor,
             arenas,
             offerer.address(),
-            lambda: _log_statistics(config, log),
+            lambda: _log_statistics(config, log, records),
             lambda: (len(server.connections), len(server.watchers)),
-            _mooncake_in_use(config, epoch, executor, server, offerer, stack),
+            _mooncake_in_use(config, epoch, executor, server, offerer, stack, usages),
         )
         server.service.kv_events = kv_events
+        server.service.origin = {name: _utf8(where) for name, where in origin.items()}
+        server.service.usages += usages
         await _write_started(config, log, executor, arenas)
         if kv_events:
             await stack.enter_async_context(kv_events.publishing())
@@ -183,6 +197,8 @@ async def _serve(config: Config) -> int:
             await stack.enter_async_context(metrics.serving(server.service, server, executor))
         spare_the_old()
         tcp = await stack.enter_async_context(_listening_to_others(config, server, loop))
+        if tcp is not None:
+            server.service.usages.append(tcp.usage)
         await stack.enter_async_context(_listening(config, server, loop))
         loop.add_signal_handler(signal.SIGHUP, _reload, log, notifier, tcp)
         total_bytes = sum(arena.size_bytes for arena, _ in arenas.values())
@@ -198,9 +214,12 @@ async def _serve(config: Config) -> int:
         notifier.ready()
         stack.enter_context(contextlib.closing(Heartbeat(notifier, loop, lambda: _status(executor))))
         await stop.asked.wait()
-        notifier.stopping(config.drain_timeout_ms + _END_GRACE_MS)
+        notifier.stopping(config.drain_timeout_ms + config.limits.stop_grace_ms)
         if stop.status == EXIT_OK:
-            await _drain(config, executor)
+            try:
+                await _drain(config, executor)
+            except Exception as error:
+                stop.on_loop_error(loop, {"message": "the drain", "exception": error})
         _write_stopped(log, executor, stop)
         server.close()
     return stop.status
@@ -274,7 +293,7 @@ async def _write_started(
 async def _until_queue_is_short(config: Config, log: EventLog) -> None:
     """Wait until most of the log's queue is free; not for long on a disk that does not take anything."""
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + _LOG_CLOSE_S
+    deadline_s = loop.time() + config.limits.log_close_ms / MS_PER_S
     while loop.time() < deadline_s:
         statistics = log.statistics()
         lines_left = config.log_queue_lines_max - statistics.queued_lines
@@ -286,13 +305,14 @@ async def _until_queue_is_short(config: Config, log: EventLog) -> None:
 
 
 def _write_stopped(log: EventLog, executor: Executor, stop: _Stop) -> None:
-    statistics = executor.machine.statistics()
+    # Plain counters: after a bug nothing can be summed up any more.
+    books = executor.machine.books
     log.write(
         r.DaemonStopped(
             at_ns=executor.now_ns(),
             reason=stop.reason,
-            attempts=statistics.attempts,
-            attempts_ok=statistics.attempts_ok,
+            attempts=books.attempts,
+            attempts_ok=books.outcomes[Reason.OK],
         )
     )
 
@@ -350,13 +370,14 @@ def _event_log(config: Config, epoch: str) -> Iterator[EventLog]:
             rotate_keep=config.log_rotate_keep,
             queue_bytes_max=config.log_queue_bytes_max,
             queue_lines_max=config.log_queue_lines_max,
+            back_off_ms_max=config.limits.log_back_off_ms_max,
         ),
         epoch,
     )
     try:
         yield log
     finally:
-        lines_left = log.close(_LOG_CLOSE_S)
+        lines_left = log.close(config.limits.log_close_ms / MS_PER_S)
         if lines_left:
             _log.error("log lines were lost at the end", lines=lines_left, path=config.log_path)
 
@@ -408,6 +429,7 @@ def _mooncake_in_use(
     server: Server,
     offerer: ArenaOfferer,
     stack: contextlib.AsyncExitStack,
+    usages: list[Callable[[], dict[str, int]]],
 ) -> Callable[[], w.MooncakeStatistics] | None:
     """Take notifications from now on, and return what tells how Mooncake fares; None: it is not used."""
     if config.transport != "mooncake":
@@ -416,8 +438,11 @@ def _mooncake_in_use(
 
     assert isinstance(offerer, MooncakeOfferer)
     loop = asyncio.get_running_loop()
-    notifications = Notifications(config.mooncake, epoch, executor, server, loop, offerer.take_notifications)
+    notifications = Notifications(
+        config.mooncake, config.limits, epoch, executor, server, loop, offerer.take_notifications
+    )
     stack.callback(notifications.close)
+    usages.append(notifications.usage)
 
     def statistics() -> w.MooncakeStatistics:
         return w.MooncakeStatistics(
@@ -475,7 +500,9 @@ async def _listening_to_others(
 @contextlib.asynccontextmanager
 async def _listening(config: Config, server: Server, loop: asyncio.AbstractEventLoop) -> AsyncIterator[None]:
     sock, inode = _bind(Path(config.socket_path), is_open_to_others=config.is_open_to_other_users)
-    listener = await loop.create_unix_server(server.new_connection, sock=sock, backlog=_ACCEPT_BACKLOG)
+    listener = await loop.create_unix_server(
+        server.new_connection, sock=sock, backlog=config.limits.accept_backlog
+    )
     try:
         yield
     finally:
@@ -518,7 +545,8 @@ def _unlink_socket(path: Path, inode: int) -> None:
             path.unlink()
 
 
-def _log_statistics(config: Config, log: EventLog) -> w.LogStatistics:
+def _log_statistics(config: Config, log: EventLog, records: TurnRecords) -> w.LogStatistics:
+    records.flush()
     statistics = log.statistics()
     return w.LogStatistics(
         path=config.log_path,

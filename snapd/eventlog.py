@@ -8,81 +8,53 @@ Source: design, section 6.
 """
 
 import time
-import typing
-from collections.abc import Callable
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
+from snapd.compiling import mypyc_attr
 from snapd.core.records import EventsDropped, Record
 from snapd.logfile import SYSTEM_CALLS, FileCalls, LogSettings
+from snapd.loglines import (
+    LINE_TYPES,
+    AnyLine,
+    Header,
+    Line,
+    LogStatistics,
+    TornLine,
+    UnknownLine,
+    decode_line,
+    log_line_schema,
+)
 from snapd.logwriter import LogWriter, error_name
 
 __all__ = [
-    "LINE_TYPES", "EventLog", "Header", "Line", "LogSettings", "LogStatistics", "TornLine", "UnknownLine",
-    "decode_line", "log_line_schema",
+    "LINE_TYPES", "AnyLine", "EventLog", "Header", "Line", "LogSettings", "LogStatistics", "TornLine",
+    "TurnRecords", "UnknownLine", "decode_line", "log_line_schema",
 ]  # fmt: skip
 
-LINE_TYPES: Final[dict[str, type[Record]]] = {
-    str(cls.__struct_config__.tag): cls for cls in typing.get_args(Record)
-}
 # ts, at_ns and seq at their longest, and the punctuation; the epoch and the event's name come on top.
 _HEADER_BYTES_MAX: Final = 128
 _WHY_CHARS_MAX: Final = 256
+# Records that wait for the end of a turn; with more the turn's lines are made before its end.
+_HELD_MAX: Final = 1_024
 # An events.dropped line at its longest, but for the epoch.
 _REPORT_BYTES_MAX: Final = _HEADER_BYTES_MAX + _WHY_CHARS_MAX + 128
-
-
-class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the log.
-
-    ``records_offered + drop_reports == lines_written + queued_lines + records_dropped``, always.
-
-    Attributes:
-        seq: number of the last line that was queued; 0: none yet.
-        records_offered: records given to ``write``.
-        records_dropped: those of them that got no line.
-        drop_reports: ``events.dropped`` lines that were queued.
-        lines_written: lines on file.
-        bytes_written: their bytes.
-        queued_lines: lines that wait for the disk.
-        queued_bytes: their bytes.
-        write_errors: system calls that failed, retries included.
-        last_error: what the last of them said; empty if there was none.
-        failing: the last write failed; its lines wait.
-        rotations: files begun because the one before was full.
-        reopens: files begun because ``reopen`` found another one at the path.
-    """
-
-    seq: int
-    records_offered: int
-    records_dropped: int
-    drop_reports: int
-    lines_written: int
-    bytes_written: int
-    queued_lines: int
-    queued_bytes: int
-    write_errors: int
-    last_error: str
-    failing: bool
-    rotations: int
-    reopens: int
 
 
 class _Template:
     """How the line of one kind of record is made, and where its encoding goes on after ``at_ns``."""
 
-    __slots__ = ("line", "skip_bytes")
+    __slots__ = ("middle", "skip_bytes")
 
     def __init__(self, event: str, epoch: str) -> None:
         quoted_event, quoted_epoch = msgspec.json.encode(event), msgspec.json.encode(epoch)
-        self.skip_bytes = len(b'{"event":%s,"at_ns":' % quoted_event)
-        self.line = b'{"ts":%%.6f,"at_ns":%%d,"seq":%%d,"epoch":%s,"event":%s%%s\n' % (
-            quoted_epoch.replace(b"%", b"%%"),
-            quoted_event,
-        )
+        self.skip_bytes = len(b'{"event":%b,"at_ns":' % quoted_event)
+        self.middle = b',"epoch":%b,"event":%b' % (quoted_epoch, quoted_event)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EventLog:
     """Writes records to the log. No call waits for the disk, and none raises because of it.
 
@@ -93,7 +65,7 @@ class EventLog:
     Args:
         settings: path, rotation and bounds.
         epoch: this life of the daemon, for every line.
-        wall_clock: unix time in seconds, called once a line.
+        wall_clock: unix time in seconds, called once for lines that are queued together.
         calls: write and ftruncate; for tests of what disks do.
 
     Raises:
@@ -111,7 +83,9 @@ class EventLog:
         calls: FileCalls = SYSTEM_CALLS,
     ) -> None:
         self._wall_clock = wall_clock
-        self._encode = msgspec.json.Encoder().encode
+        encoder = msgspec.json.Encoder()
+        self._encode = encoder.encode
+        self._encode_lines = encoder.encode_lines
         self._templates = {cls: _Template(event, epoch) for event, cls in LINE_TYPES.items()}
         epoch_bytes = len(msgspec.json.encode(epoch))
         self._header_bytes_max = _HEADER_BYTES_MAX + epoch_bytes
@@ -132,27 +106,58 @@ class EventLog:
         Raises:
             TypeError: *record* is no record.
         """
-        if type(record) not in self._templates:
-            raise TypeError(f"{type(record).__name__} is no record of the event log")
+        self.write_all((record,))
+
+    def write_all(self, records: Sequence[Record]) -> None:
+        """Queue *records* as the next lines, in order, or count those that have no room as dropped.
+
+        Many at once take much less time than one by one. They have the same ``ts``.
+
+        Raises:
+            TypeError: one of them is no record; nothing was queued.
+        """
+        for record in records:
+            if type(record) not in self._templates:
+                raise TypeError(f"{type(record).__name__} is no record of the event log")
         writer = self._writer
         with writer.lock:
-            self._offered += 1
-            if self._closed:
-                self._drop(record, "closed")
+            self._offered += len(records)
+            bodies = None if self._closed or self._unreported else self._bodies(records)
+            if bodies is not None:
+                writer.put_all(self._lines(records, bodies))
                 return
-            try:
-                body = self._encode(record)
-            except (ValueError, TypeError, OverflowError):
-                self._drop(record, "not-encodable")
-                return
-            size_bytes = len(body) + self._header_bytes_max
-            # What was dropped is told first, so that a gap in the story is found where it is.
-            self._report_drops(size_bytes)
-            if self._unreported or not writer.has_room(size_bytes):
-                failure = error_name(writer.failure)
-                self._drop(record, f"write-failing:{failure}" if failure else "queue-full")
-                return
-            writer.put(self._line(record, body))
+            for record in records:
+                self._write_alone(record)
+
+    def _bodies(self, records: Sequence[Record]) -> list[bytes] | None:
+        """Return the encoded records; None: they have to be looked at one by one. Lock held."""
+        try:
+            encoded = self._encode_lines(records)
+        except (ValueError, TypeError, OverflowError):
+            return None
+        size_bytes = len(encoded) + len(records) * self._header_bytes_max
+        # No string of a line holds the byte: JSON writes it as \\n.
+        return encoded.split(b"\n") if self._writer.has_room(size_bytes, len(records)) else None
+
+    def _write_alone(self, record: Record) -> None:
+        """Queue one record or drop it, when something stands in the way of all together. Lock held."""
+        if self._closed:
+            self._drop(record, "closed")
+            return
+        try:
+            body = self._encode(record)
+        except (ValueError, TypeError, OverflowError):
+            self._drop(record, "not-encodable")
+            return
+        writer = self._writer
+        size_bytes = len(body) + self._header_bytes_max
+        # What was dropped is told first, so that a gap in the story is found where it is.
+        self._report_drops(size_bytes)
+        if self._unreported or not writer.has_room(size_bytes):
+            failure = error_name(writer.failure)
+            self._drop(record, f"write-failing:{failure}" if failure else "queue-full")
+            return
+        writer.put_all(self._lines((record,), (body,)))
 
     def reopen(self) -> None:
         """Go on in the file that the path names now (SIGHUP, after a rename); returns at once."""
@@ -180,12 +185,26 @@ class EventLog:
                 **msgspec.structs.asdict(self._writer.statistics()),
             )
 
-    def _line(self, record: Record, body: bytes) -> bytes:
-        self._seq += 1
-        template = self._templates[type(record)]
-        at_ns = record.at_ns
-        rest = body[template.skip_bytes + len(b"%d" % at_ns) :]
-        return template.line % (self._wall_clock(), at_ns, self._seq, rest)
+    def _lines(self, records: Sequence[Record], bodies: Sequence[bytes]) -> list[bytes]:
+        """Return the lines of records and their encodings, with the next numbers."""
+        templates = self._templates
+        seq = self._seq
+        start = b'{"ts":%.6f,"at_ns":' % self._wall_clock()
+        head, at_ns, at_bytes = b"", -1, 0
+        lines: list[bytes] = []
+        for record, body in zip(records, bodies, strict=False):
+            seq += 1
+            # All that is recorded of one event has its time.
+            if record.at_ns != at_ns or not head:
+                at_ns = record.at_ns
+                text = b"%d" % at_ns
+                at_bytes = len(text)
+                head = b'%b%b,"seq":' % (start, text)
+            template = templates[type(record)]
+            rest = body[template.skip_bytes + at_bytes :]
+            lines.append(b"%b%d%b%b\n" % (head, seq, template.middle, rest))
+        self._seq = seq
+        return lines
 
     def _drop(self, record: Record, why: str) -> None:
         self._dropped += 1
@@ -203,90 +222,52 @@ class EventLog:
         self._drop_reports += 1
         self._unreported = 0
         self._unreported_why.clear()
-        self._writer.put(self._line(record, self._encode(record)))
+        self._writer.put_all(self._lines((record,), (self._encode(record),)))
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What every line starts with.
+class RecordBatches(Protocol):
+    """Where records go, many at once."""
 
-    Attributes:
-        ts: unix time, seconds.
-        at_ns: the daemon's monotonic clock; comparable inside an epoch only.
-        seq: number of the line in its epoch, from 1, no gaps.
-        epoch: the life of the daemon that wrote the line.
-        event: kind of the record.
-    """
-
-    ts: float
-    at_ns: int
-    seq: Annotated[int, msgspec.Meta(ge=1)]
-    epoch: Annotated[str, msgspec.Meta(min_length=1)]
-    event: str
+    def write_all(self, records: Sequence[Record]) -> None:
+        """Take records; never blocks and never raises."""
+        ...
 
 
-class Line(msgspec.Struct, frozen=True):
-    """A line that was understood."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TurnRecords:
+    """Holds the records of a turn of the event loop back until its replies are out.
 
-    header: Header
-    record: Record
-
-
-class UnknownLine(msgspec.Struct, frozen=True):
-    """A whole line of a kind that this version does not know."""
-
-    header: Header
-    raw: bytes
-
-
-class TornLine(msgspec.Struct, frozen=True):
-    """What is no line: cut off, damaged, or not written by snapd; *why* says how that was seen."""
-
-    raw: bytes
-    why: str
-
-
-AnyLine: TypeAlias = Line | UnknownLine | TornLine
-
-_header_decoder: Final = msgspec.json.Decoder(Header)
-_record_decoders: Final[dict[str, msgspec.json.Decoder[Record]]] = {
-    event: msgspec.json.Decoder(cls) for event, cls in LINE_TYPES.items()
-}
-
-
-def decode_line(raw: bytes) -> AnyLine:
-    """Return what one line of the log says; fields that this version does not know are left out.
+    Between ``hold`` and ``let_go`` records wait, in order, and the lines of all of them are made at once.
+    At other times a record goes to the log at once. A few may wait, whatever happens in the turn. For the
+    event loop's thread only.
 
     Args:
-        raw: the line, with or without its newline.
+        log: where they go.
     """
-    try:
-        header = _header_decoder.decode(raw)
-        decoder = _record_decoders.get(header.event)
-        return UnknownLine(header, raw) if decoder is None else Line(header, decoder.decode(raw))
-    except (msgspec.DecodeError, RecursionError) as error:
-        # A thousand brackets in a row are damage too.
-        return TornLine(raw, str(error))
 
+    def __init__(self, log: RecordBatches) -> None:
+        self._log = log
+        self._held: list[Record] = []
+        self._holders = 0
 
-def log_line_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of one line: the kinds of record, told apart by ``event``."""
-    template = "#/$defs/{name}"
-    _, header_components = msgspec.json.schema_components([Header], ref_template=template)
-    header_properties = header_components["Header"]["properties"]
-    _, components = msgspec.json.schema_components(list(LINE_TYPES.values()), ref_template=template)
-    for cls in LINE_TYPES.values():
-        schema = components[cls.__name__]
-        own = {name: value for name, value in schema["properties"].items() if name not in header_properties}
-        tag = {"event": {"const": cls.__struct_config__.tag}}
-        schema["properties"] = header_properties | tag | own
-        schema["required"] = [*header_properties, *(name for name in schema["required"] if name in own)]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A line of d-to-p-sync.jsonl",
-        "oneOf": [{"$ref": template.format(name=cls.__name__)} for cls in LINE_TYPES.values()],
-        "discriminator": {
-            "propertyName": "event",
-            "mapping": {event: template.format(name=cls.__name__) for event, cls in LINE_TYPES.items()},
-        },
-        "$defs": dict(sorted(components.items())),
-    }
+    def write(self, record: Record) -> None:
+        """Take a record."""
+        self._held.append(record)
+        if not self._holders or len(self._held) >= _HELD_MAX:
+            self.flush()
+
+    def hold(self) -> None:
+        """Begin a turn; one may be inside another."""
+        self._holders += 1
+
+    def let_go(self) -> None:
+        """End a turn."""
+        self._holders -= 1
+        if not self._holders and self._held:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give the log what waits, as for whoever wants to know how the log fares."""
+        if self._held:
+            held, self._held = self._held, []
+            self._log.write_all(held)

@@ -4,12 +4,13 @@ Source: design, sections 3 and 6.
 """
 
 import gc
-import secrets
+import os
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from snapd.compiling import mypyc_attr
 from snapd.core import events as e
 from snapd.core.machine import Machine
 from snapd.core.records import Record, SyncOutcome
@@ -19,12 +20,32 @@ from snapd.timers import Cancellable, Clock, Timers
 
 # Handles stay exact where numbers are doubles (jq, JavaScript), and cannot be guessed.
 HANDLE_BITS = 53
+_HANDLE_MASK: Final = (1 << HANDLE_BITS) - 1
+_HANDLE_BYTES: Final = 8
+# Random bytes are asked of the kernel for so many handles at a time: each asking is a system call.
+_HANDLES_DRAWN: Final = 256
 # Objects that are made between two looks of the collector at the youngest.
 _YOUNG_OBJECTS: Final = 10_000
 # What was set aside may grow to this many times what a full collection left; counting it takes its time.
 _GROWTH_MAX: Final = 2
 _SPARED_MIN: Final = 200_000
 _LOOKS: Final = 16
+
+
+_RecordWritten: Final = e.RecordWritten
+_Replied: Final = e.Replied
+_TimerArmed: Final = e.TimerArmed
+_TimerCancelled: Final = e.TimerCancelled
+_EndTold: Final = e.EndTold
+
+
+def _draw_handles() -> list[int]:
+    """Return random numbers of ``HANDLE_BITS`` bits."""
+    drawn = os.urandom(_HANDLES_DRAWN * _HANDLE_BYTES)
+    return [
+        int.from_bytes(drawn[start : start + _HANDLE_BYTES], "little") & _HANDLE_MASK
+        for start in range(0, len(drawn), _HANDLE_BYTES)
+    ]
 
 
 def spare_the_old() -> None:
@@ -82,6 +103,7 @@ class RecordSink(Protocol):
         ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Executor:
     """Feeds one ``Machine``.
 
@@ -107,13 +129,15 @@ class Executor:
         on_record: Callable[[Record], None],
     ) -> None:
         self.machine = machine
-        self._log = log
+        self._write = log.write
         self._clock = clock
         self._on_end = on_end
         self._on_record = on_record
         self._timers: Timers[tuple[e.TimerKind, int, int], e.Event] = Timers(clock, call_later, self._fire)
         self._waiting: dict[int, Callable[[e.Result], None]] = {}
+        self._drawn: list[int] = []
         self._last_cause_id = 0
+        self._is_halted = False
         self._peers = PeerCounts()
         self.overviews = Overviews(machine.books, self._peers, clock, call_later)
 
@@ -135,21 +159,43 @@ class Executor:
         """Return a handle for a new attempt: random, and not in use."""
         books = self.machine.books
         while True:
-            handle = secrets.randbits(HANDLE_BITS)
+            if not self._drawn:
+                self._drawn = _draw_handles()
+            handle = self._drawn.pop()
             # What the history has forgotten may still name bytes in quarantine.
             if handle and books.find(handle) is None and handle not in books.buffer.quarantine:
                 return handle
 
     def ask(self, event: Callable[[int, int], e.Event], on_result: Callable[[e.Result], None]) -> None:
         """Post the event made from (time, cause id); *on_result* is called once, now or later."""
+        self.take(event(self._clock.now_ns(), self.new_cause_id()), on_result)
+
+    def new_cause_id(self) -> int:
+        """Return what names the next request; for an event that ``take`` is given."""
         self._last_cause_id += 1
-        cause_id = self._last_cause_id
-        self._waiting[cause_id] = on_result
-        self._run(self.machine.handle(event(self._clock.now_ns(), cause_id)))
+        return self._last_cause_id
+
+    def take(self, event: e.Event, on_result: Callable[[e.Result], None]) -> None:
+        """Post an event with the time ``now_ns`` and a cause id of its own; see ``ask``."""
+        if self._is_halted:
+            return
+        self._waiting[event.cause_id] = on_result
+        self._run(self.machine.handle(event))
 
     def post(self, event: Callable[[int], e.Event]) -> None:
         """Post the event made from the time; nobody waits for an answer."""
+        if self._is_halted:
+            return
         self._run(self.machine.handle(event(self._clock.now_ns())))
+
+    def halt(self) -> None:
+        """Have the core take nothing more: a bug may have left its books, or the log, by halves.
+
+        Whoever asks is not answered any more; timers are forgotten. The process ends, and the next one begins
+        with the log.
+        """
+        self.close()
+        self._is_halted = True
 
     def close(self) -> None:
         """Forget all timers."""
@@ -161,21 +207,22 @@ class Executor:
 
     def _run(self, instructions: list[e.Instruction]) -> None:
         replies: list[e.Replied] = []
+        # By class and not by pattern: this is done for every line of the log.
         for instruction in instructions:
-            match instruction:
-                case e.RecordWritten():
-                    self._log.write(instruction.record)
-                    self._on_record(instruction.record)
-                    if isinstance(instruction.record, SyncOutcome):
-                        self._peers.note(instruction.record)
-                case e.Replied():
-                    replies.append(instruction)
-                case e.TimerArmed():
-                    self._timers.arm(instruction.key, instruction.event.deadline_ns, instruction.event)
-                case e.TimerCancelled():
-                    self._timers.cancel(instruction.key)
-                case e.EndTold():
-                    self._on_end(instruction)
+            if type(instruction) is _RecordWritten:
+                record = instruction.record
+                self._write(record)
+                self._on_record(record)
+                if type(record) is SyncOutcome:
+                    self._peers.note(record)
+            elif type(instruction) is _Replied:
+                replies.append(instruction)
+            elif type(instruction) is _TimerArmed:
+                self._timers.arm(instruction.key, instruction.event.deadline_ns, instruction.event)
+            elif type(instruction) is _TimerCancelled:
+                self._timers.cancel(instruction.key)
+            elif type(instruction) is _EndTold:
+                self._on_end(instruction)
         # Last, so that whoever reacts to an answer finds everything else done.
         for reply in replies:
             on_result = self._waiting.pop(reply.cause_id, None)

@@ -31,6 +31,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
         rotate_keep: rotated files to keep, at least 1.
         queue_bytes_max: bytes of lines that may wait for the disk.
         queue_lines_max: lines that may wait for the disk.
+        back_off_ms_max: the longest pause after a write that failed.
     """
 
     path: str
@@ -38,6 +39,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     rotate_keep: int = 8
     queue_bytes_max: int = 16 * MIB
     queue_lines_max: int = 65_536
+    back_off_ms_max: int = 2_000
 
     def __post_init__(self) -> None:
         if self.rotate_bytes < 0 or min(self.rotate_keep, self.queue_bytes_max, self.queue_lines_max) < 1:
@@ -129,6 +131,7 @@ class LogFile:
 
         A line that went in by halves is cut off again. If that fails too, the next append starts with a
         newline: the fragment stays, as a line that readers skip, and the whole line is written after it.
+        A fragment that lacks only its newline counts as on file.
         """
         prefix = b"\n" if self._needs_newline else b""
         data = prefix + lines
@@ -145,9 +148,12 @@ class LogFile:
         whole = written if error is None else data.rfind(b"\n", 0, written) + 1
         if whole:
             self._needs_newline = False
+        self._size_bytes += whole
         if whole < written and not self._cut(written - whole):
             self._needs_newline = True
-        self._size_bytes += whole
+            if data[written : written + 1] == b"\n":
+                # It lacks its newline only, which the next append brings: it must not come twice.
+                whole = written + 1
         return Appended(max(whole - len(prefix), 0), error)
 
     def rotate(self) -> None:

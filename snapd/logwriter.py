@@ -1,7 +1,7 @@
 """The thread that writes the event log: a bounded queue of lines, so that nobody waits for a disk.
 
 Lines reach the kernel, not the platter: nothing is synced, so a killed process loses what was queued
-(a few milliseconds), and a lost machine what the kernel had not written.
+(a few milliseconds; twenty while much is written), and a lost machine what the kernel had not written.
 
 Source: design, section 6.
 """
@@ -19,16 +19,15 @@ import msgspec
 
 from snapd.errors import StartupError
 from snapd.logfile import SYSTEM_CALLS, FileCalls, LogFile, LogSettings
-from snapd.units import KIB
+from snapd.units import KIB, MS_PER_S
 
 BATCH_BYTES_MAX: Final = 256 * KIB
 # The thread waits this long for company after a first line: fewer wake-ups cost the event loop less.
 LINGER_S: Final = 0.002
 # While much is written it waits longer: each wake-up takes the interpreter from the event loop some times.
-BUSY_LINGER_S: Final = 0.01
+BUSY_LINGER_S: Final = 0.02
 BUSY_LINES: Final = 32
 BACK_OFF_S_MIN: Final = 0.05
-BACK_OFF_S_MAX: Final = 2.0
 WARN_EVERY_S: Final = 30.0
 _logger: Final = logging.getLogger(__name__)
 
@@ -60,9 +59,9 @@ def error_name(error: Exception | None) -> str:
 class LogWriter:
     """A bounded queue of lines and the daemon thread that writes them.
 
-    Whoever appends holds ``lock``, asks ``has_room`` and calls ``put``. Lines count as queued until they
+    Whoever appends holds ``lock``, asks ``has_room`` and calls ``put_all``. Lines count as queued until they
     are on file, so what waits is bounded whatever the disk does. A failing write keeps its lines and is
-    tried again, 50 ms to 2 s apart, until it works or the writer is closed.
+    tried again, 50 ms to ``back_off_ms_max`` apart, until it works or the writer is closed.
 
     Args:
         settings: path, rotation and bounds.
@@ -83,6 +82,7 @@ class LogWriter:
         self._lines_max = settings.queue_lines_max
         self._on_room = on_room
         self._wake = threading.Condition(self.lock)
+        # Whole lines, as many in one piece as were queued together.
         self._queue: list[bytes] = []
         self._taken: deque[bytes] = deque()  # the thread's own
         self._queued_lines = 0
@@ -94,6 +94,7 @@ class LogWriter:
         self._abandoned = False
         self._reopen_at_s = math.inf  # when to open the file again; infinite: not asked for
         self._back_off_s = BACK_OFF_S_MIN
+        self._back_off_s_max = settings.back_off_ms_max / MS_PER_S
         self._warned_s: dict[str, float] = {}
         self._lines_written = 0
         self._bytes_written = 0
@@ -113,11 +114,14 @@ class LogWriter:
             and self._queued_bytes + line_bytes <= self._bytes_max
         )
 
-    def put(self, line: bytes) -> None:
-        """Queue one line. Lock held."""
-        self._queue.append(line)
-        self._queued_lines += 1
-        self._queued_bytes += len(line)
+    def put_all(self, lines: list[bytes]) -> None:
+        """Queue lines. Lock held."""
+        if not lines:
+            return
+        piece = b"".join(lines)
+        self._queue.append(piece)
+        self._queued_lines += len(lines)
+        self._queued_bytes += len(piece)
         if self._idle or 0 < self._hurry_bytes <= self._queued_bytes:
             self._idle = False
             self._hurry_bytes = 0
@@ -181,7 +185,7 @@ class LogWriter:
                 self._hurry_bytes = self._queued_bytes + BATCH_BYTES_MAX
                 self._wake.wait(BUSY_LINGER_S if self._was_busy else LINGER_S)
                 self._hurry_bytes = 0
-            self._was_busy = len(self._queue) >= BUSY_LINES
+            self._was_busy = self._queued_lines >= BUSY_LINES
             self._taken.extend(self._queue)
             self._queue.clear()
             return bool(self._taken or not self._closing) and not self._abandoned
@@ -197,14 +201,12 @@ class LogWriter:
 
     def _write_batch(self) -> None:
         self._file.refresh()
-        if self._file.size_bytes and self._file.room_bytes < len(self._taken[0]):
+        if self._file.size_bytes and self._file.room_bytes < self._taken[0].index(b"\n") + 1:
             self._rotate()
-        batch = self._next_batch()
-        data = b"".join(batch)
+        data = self._next_batch()
         whole_bytes, error = self._file.append(data)
-        done = len(batch) if error is None else data.count(b"\n", 0, whole_bytes)
-        for _ in range(done):
-            self._taken.popleft()
+        done = data.count(b"\n", 0, whole_bytes)
+        self._forget(whole_bytes)
         with self.lock:
             self._queued_lines -= done
             self._queued_bytes -= whole_bytes
@@ -220,17 +222,30 @@ class LogWriter:
             # Not under the lock: nobody but this thread may wait for whoever reads our stderr.
             self._warn("recover", f"the event log {self._path} is being written again")
 
-    def _next_batch(self) -> list[bytes]:
+    def _next_batch(self) -> bytes:
         """Return the lines for one write: as many as fit in a batch and in the file, at least one."""
         limit_bytes = min(BATCH_BYTES_MAX, self._file.room_bytes)
-        batch: list[bytes] = []
+        pieces: list[bytes] = []
         size_bytes = 0
-        for line in self._taken:
-            size_bytes += len(line)
-            if batch and size_bytes > limit_bytes:
+        for piece in self._taken:
+            pieces.append(piece)
+            size_bytes += len(piece)
+            if size_bytes > limit_bytes:
                 break
-            batch.append(line)
-        return batch
+        data = b"".join(pieces)
+        if size_bytes <= limit_bytes:
+            return data
+        whole_bytes = data.rfind(b"\n", 0, max(limit_bytes, 0)) + 1
+        return data[: whole_bytes or data.index(b"\n") + 1]
+
+    def _forget(self, num_bytes: int) -> None:
+        """Leave out whole lines of so many bytes, which are on file."""
+        while num_bytes:
+            piece = self._taken.popleft()
+            if len(piece) > num_bytes:
+                self._taken.appendleft(piece[num_bytes:])
+                return
+            num_bytes -= len(piece)
 
     def _rotate(self) -> None:
         try:
@@ -248,7 +263,7 @@ class LogWriter:
         try:
             opened = self._file.reopen()
         except (OSError, StartupError) as error:
-            self._reopen_at_s = time.monotonic() + BACK_OFF_S_MAX
+            self._reopen_at_s = time.monotonic() + self._back_off_s_max
             self._count_error(error)
             self._warn("reopen", f"cannot reopen the event log {self._path}, the old file goes on: {error}")
         else:
@@ -261,7 +276,7 @@ class LogWriter:
             self._back_off_s = BACK_OFF_S_MIN
             self._warn("write", f"cannot write the event log {self._path}, trying on: {error}")
         else:
-            self._back_off_s = min(self._back_off_s * 2, BACK_OFF_S_MAX)
+            self._back_off_s = min(self._back_off_s * 2, self._back_off_s_max)
         with self.lock:
             self.failure = error
 

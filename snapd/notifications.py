@@ -19,18 +19,14 @@ from snapd.core import events as e
 from snapd.core.session import PREPARER
 from snapd.errors import ProtocolError
 from snapd.executor import Executor
+from snapd.limits import Limits
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.server import Server
 from snapd.service import event_of
-from snapd.units import KIB, MIB, MS_PER_S
+from snapd.units import MS_PER_S
 
 # Handled before everybody else gets their turn.
 TURN_MAX: Final = 64
-# Waiting to be handled; more that come at one time are ignored.
-PENDING_MAX: Final = 4_096
-TEXT_CHARS_MAX: Final = 256 * KIB
-# Of all that wait: a commit of a hundred planes has some thousands.
-PENDING_CHARS_MAX: Final = 16 * MIB
 # When none are wanted they are thrown away all the same: the transport would keep them for ever.
 _POLL_UNWANTED_MS: Final = 1_000
 
@@ -54,6 +50,7 @@ class Notifications:
 
     Args:
         config: whether they are wanted, for what, and how often to look.
+        limits: how many may wait to be handled. A commit of a hundred planes has some thousand characters.
         epoch: this life of the daemon; others' notifications are ignored.
         executor: runs the core.
         server: knows the connections.
@@ -64,6 +61,7 @@ class Notifications:
     def __init__(
         self,
         config: MooncakeConfig,
+        limits: Limits,
         epoch: str,
         executor: Executor,
         server: Server,
@@ -72,6 +70,7 @@ class Notifications:
     ) -> None:
         self.counts = NotificationCounts()
         self._mode = config.notify
+        self._limits = limits
         self._pause_s = (_POLL_UNWANTED_MS if self._mode == "off" else config.notify_poll_ms) / MS_PER_S
         self._epoch = epoch
         self._executor = executor
@@ -80,6 +79,13 @@ class Notifications:
         self._take = take
         self._pending: deque[str] = deque()
         self._next: asyncio.TimerHandle = loop.call_later(self._pause_s, self._turn)
+
+    def usage(self) -> dict[str, int]:
+        """Return how much of its bounds is in use, by setting."""
+        return {
+            "limits.notifications_max": len(self._pending),
+            "limits.notifications_chars_max": sum(map(len, self._pending)),
+        }
 
     def close(self) -> None:
         """Look no more."""
@@ -97,19 +103,21 @@ class Notifications:
         if self._mode == "off":
             self._ignore(len(texts), "notifications unwanted", notify=self._mode)
             return
-        short = [text for text in texts if len(text) <= TEXT_CHARS_MAX]
-        self._ignore(len(texts) - len(short), "notifications too long", characters_max=TEXT_CHARS_MAX)
+        limits = self._limits
+        chars_max = limits.notification_chars_max
+        short = [text for text in texts if len(text) <= chars_max]
+        self._ignore(len(texts) - len(short), "notifications too long", characters_max=chars_max)
         pending_chars = 0
-        for text in short[:PENDING_MAX]:
+        for text in short[: limits.notifications_max]:
             pending_chars += len(text)
-            if pending_chars > PENDING_CHARS_MAX:
+            if pending_chars > limits.notifications_chars_max:
                 break
             self._pending.append(text)
         self._ignore(
             len(short) - len(self._pending),
             "too many notifications",
-            notifications_max=PENDING_MAX,
-            characters_max=PENDING_CHARS_MAX,
+            notifications_max=limits.notifications_max,
+            characters_max=limits.notifications_chars_max,
         )
 
     def _handle(self, text: str) -> None:

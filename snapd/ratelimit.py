@@ -4,8 +4,6 @@ import ipaddress
 from collections import OrderedDict
 from typing import Final
 
-# Addresses that are remembered; whoever was not seen for longest is forgotten, with a full allowance.
-ADDRESSES_MAX: Final = 4_096
 # What may come at once, in seconds of the rate.
 BURST_S: Final = 10
 # Whoever has one IPv6 address has all those that begin alike.
@@ -17,9 +15,11 @@ class AddressLimiter:
 
     Args:
         per_s: what an address may do a second, over time.
+        addresses_max: are remembered; whoever was not seen for longest is forgotten, with a full allowance.
     """
 
-    def __init__(self, per_s: int) -> None:
+    def __init__(self, per_s: int, addresses_max: int) -> None:
+        self._addresses_max = addresses_max
         self._per_s = per_s
         self._most = float(per_s * BURST_S)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -34,7 +34,7 @@ class AddressLimiter:
         tokens = min(self._most, tokens + max(0.0, now_s - last_s) * self._per_s)
         is_admitted = tokens >= 1.0
         self._buckets[key] = (tokens - is_admitted, now_s)
-        if len(self._buckets) > ADDRESSES_MAX:
+        if len(self._buckets) > self._addresses_max:
             self._buckets.popitem(last=False)
         return is_admitted
 

@@ -17,53 +17,59 @@ import structlog
 
 from snapd import wire as w
 from snapd.access import Access, Rights
+from snapd.compiling import mypyc_attr
 from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.records import Record, SessionTransition, SyncRefused
 from snapd.errors import ProtocolError, Reason
+from snapd.eventlog import TurnRecords
 from snapd.peers import Peer, ProcessWatch, peer_of
 from snapd.service import Service
 from snapd.units import KIB, MS_PER_S
 
 _log: Final = structlog.get_logger("snapd.server")
 _NOBODY: Final = Rights("", roles=frozenset())
-# One warning a kind in this time; a flood of bad peers must not become a flood of lines.
-_WARN_EVERY_S: Final = 5.0
 # One client with some rights only may have this part of all connections.
 _SHARE_OF_CONNECTIONS: Final = 2
-# A client is congested when this much waits to be read by it, and no more of its requests are taken.
-_CONGESTED_BYTES: Final = 64 * KIB
 # Requests of one connection that are answered before the others get their turn.
 _TURN_REQUESTS_MAX: Final = 64
 # Replies of one turn are written together, until they are this long: every write is a system call.
 _GATHERED_BYTES: Final = 16 * KIB
-assert _GATHERED_BYTES < _CONGESTED_BYTES
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RateLimitedWarnings:
     """Says each kind of warning at most once in a while, with how many were left out.
+
+    A flood of bad peers must not become a flood of lines.
+
+    Args:
+        now_s: the time.
+        interval_ms: between two warnings of one kind.
 
     Attributes:
         counts: how often each kind came up.
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, now_s: Callable[[], float], interval_ms: int) -> None:
         self.counts: Counter[str] = Counter()
         self._now_s = now_s
+        self._interval_s = interval_ms / MS_PER_S
         self._last: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, **facts: object) -> None:
         """Write the warning, or count it. *kind* comes from a closed set in this file."""
         self.counts[kind] += 1
         now_s = self._now_s()
-        last_s, left_out = self._last.get(kind, (-_WARN_EVERY_S, 0))
-        if now_s - last_s < _WARN_EVERY_S:
+        last_s, left_out = self._last.get(kind, (-self._interval_s, 0))
+        if now_s - last_s < self._interval_s:
             self._last[kind] = (last_s, left_out + 1)
             return
         self._last[kind] = (now_s, 0)
         _log.warning(kind, left_out=left_out, **facts)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Server:
     """Accepts connections and knows which are there.
 
@@ -85,9 +91,11 @@ class Server:
         self.config = config
         self.loop = loop
         self.service: Service | None = None
+        # What is logged in a turn waits here until the turn's replies are out.
+        self.records: TurnRecords | None = None
         self.access = Access(config.access, {0, os.geteuid(), *config.allowed_uids})
         self.processes = ProcessWatch(loop, on_writer_gone, is_writer_needed, config.connections_max)
-        self.warnings = RateLimitedWarnings(loop.time)
+        self.warnings = RateLimitedWarnings(loop.time, config.limits.warning_interval_ms)
         self.connections: dict[int, Connection] = {}
         self.watchers: dict[int, Connection] = {}
         # Those of ``connections`` that came over TCP.
@@ -123,6 +131,20 @@ class Server:
         """Pass a hint on; False: the connection is gone, or reads too slowly for hints."""
         connection = self.connections.get(conn_id)
         return connection is not None and connection.hint(push)
+
+    def usage(self) -> dict[str, int]:
+        """Return how much of its bounds is in use, by setting; of what each client has, the most of any."""
+        connections = list(self.connections.values())
+        loads = [connection.load() for connection in connections] or [(0, 0, 0)]
+        in_flight, unread_bytes, shown = map(max, zip(*loads, strict=True))
+        return {
+            "connections_max": len(connections) - len(self.tcp_connections),
+            "tcp_connections_max": len(self.tcp_connections),
+            "watchers_max": len(self.watchers),
+            "watch_queue_max": shown,
+            "reply_buffer_bytes_max": unread_bytes,
+            "requests_in_flight_max": in_flight,
+        }
 
     def show_record(self, record: Record) -> None:
         """Push a transition or a refusal to whoever watches."""
@@ -165,6 +187,7 @@ class Server:
         self.processes.close()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Connection(asyncio.Protocol):
     """One client.
 
@@ -193,6 +216,7 @@ class Connection(asyncio.Protocol):
         self._is_closed = False
         self._backlog: deque[bytes | ProtocolError] = deque()
         self._is_gathering = False
+        self._is_paused = False
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
         self._gathered_bytes_max = 0
@@ -213,7 +237,7 @@ class Connection(asyncio.Protocol):
         room_bytes = self._config.reply_buffer_bytes_max - self._config.frame_bytes_max
         # Whoever is not congested can take one more reply of any size, with what was gathered before it,
         # without being cut off.
-        congested_bytes = min(_CONGESTED_BYTES, room_bytes)
+        congested_bytes = min(self._config.limits.congested_bytes, room_bytes)
         self._gathered_bytes_max = min(_GATHERED_BYTES, congested_bytes // 2)
         self._transport.set_write_buffer_limits(high=congested_bytes - self._gathered_bytes_max)
         refusal = self._identify() or self._too_many()
@@ -295,7 +319,7 @@ class Connection(asyncio.Protocol):
             # After the requests that came before it.
             self._backlog.append(error)
         else:
-            if payloads:
+            if payloads and self._frame_deadline is not None:
                 self._stop_frame_clock()
             self._watch_frame()
         self._take_turn()
@@ -318,12 +342,38 @@ class Connection(asyncio.Protocol):
 
     def _take_turn(self) -> None:
         """Answer some of what has come; the rest when the others had their turn and the client reads."""
+        records = self._server.records
+        if records is None:
+            self._answer_some()
+        else:
+            records.hold()
+            try:
+                self._answer_some()
+            finally:
+                # The client need not wait for lines to be made; nobody else gets a turn before they are.
+                records.let_go()
+        if self._is_closed:
+            self._backlog.clear()
+            return
+        is_idle = not self._backlog and not self._is_congested
+        if is_idle is self._is_paused:
+            assert self._transport is not None
+            self._is_paused = not is_idle
+            if is_idle:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+        if self._backlog and not self._is_congested and self._next_turn is None:
+            self._next_turn = self._server.loop.call_soon(self._turn_comes)
+
+    def _answer_some(self) -> None:
+        backlog = self._backlog
         self._is_gathering = True
         try:
             for _ in range(_TURN_REQUESTS_MAX):
-                if not self._backlog or self._is_congested or self._is_closed:
+                if not backlog or self._is_congested or self._is_closed:
                     break
-                item = self._backlog.popleft()
+                item = backlog.popleft()
                 try:
                     if isinstance(item, ProtocolError):
                         raise item
@@ -333,16 +383,6 @@ class Connection(asyncio.Protocol):
         finally:
             self._is_gathering = False
             self._write_gathered()
-        if self._is_closed:
-            self._backlog.clear()
-            return
-        assert self._transport is not None
-        if not self._backlog and not self._is_congested:
-            self._transport.resume_reading()
-        else:
-            self._transport.pause_reading()
-            if not self._is_congested and self._next_turn is None:
-                self._next_turn = self._server.loop.call_soon(self._turn_comes)
 
     def _turn_comes(self) -> None:
         self._next_turn = None
@@ -360,7 +400,23 @@ class Connection(asyncio.Protocol):
             return
         assert self._server.service is not None
         self._in_flight += 1
-        self._server.service.take(self, request)
+        in_flight = self._in_flight
+        try:
+            self._server.service.take(self, request)
+        except Exception as error:
+            self._tell_bug(request.id, error, is_answered=self._in_flight < in_flight)
+
+    def _tell_bug(self, request_id: int, error: Exception, *, is_answered: bool) -> None:
+        """A bug: the loop's handler ends the daemon. Whoever asked is told, unless it has its answer."""
+        assert self._server.service is not None
+        if not is_answered:
+            self._server.service.refused[Reason.INTERNAL_ERROR] += 1
+            detail = "a bug in snapd: the daemon ends, and what the request has done is not known"
+            self._write(
+                w.encode_frame(w.ErrorRep(id=request_id, reason=Reason.INTERNAL_ERROR, detail=detail))
+            )
+        self._server.loop.call_exception_handler({"message": "a request", "exception": error})
+        self.close()
 
     def _refuse_bytes(self, error: ProtocolError) -> None:
         self._server.warnings.warn("bad frame", **self._who(), error=str(error))
@@ -467,6 +523,11 @@ class Connection(asyncio.Protocol):
         else:
             self._num_lost += 1
 
+    def load(self) -> tuple[int, int, int]:
+        """Return requests under way, bytes that the client has not read, and transitions that wait for it."""
+        unread_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return self._in_flight, unread_bytes, len(self._shown)
+
     def close(self) -> None:
         """Close the connection once what was written is out, or was not read for a while."""
         self._write_gathered()
@@ -493,7 +554,7 @@ class Connection(asyncio.Protocol):
 
     def _write_gathered(self) -> None:
         if self._gathered:
-            frames = b"".join(self._gathered)
+            frames = b"".join(self._gathered) if len(self._gathered) > 1 else self._gathered[0]
             self._gathered.clear()
             self._gathered_bytes = 0
             self._write_now(frames)

@@ -7,39 +7,30 @@ Source: design, section 5.
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
-from snapd import __version__
+from snapd import __version__, bounds
 from snapd import wire as w
 from snapd.access import Rights
 from snapd.arena import HostArena
+from snapd.compiling import is_compiled, mypyc_attr
 from snapd.config import Config
 from snapd.core import events as e
 from snapd.core.machine import view_session
 from snapd.core.overview import Overview
 from snapd.cudaarena import CudaArena
-from snapd.errors import InvariantBroken, Reason
+from snapd.errors import Reason
 from snapd.executor import Executor
 from snapd.layout import Layout
 from snapd.permissions import refusal
+from snapd.requestevents import event_of as event_of
 from snapd.units import NS_PER_MS
 
 # What a client may call itself; the rest is cut off.
 LABEL_CHARS_MAX: Final = 64
-_SHOWN_LIMITS: Final = (
-    "sessions_max", "ended_history_max", "session_history_max", "layouts_max", "page_keys_max",
-    "page_keys_total_max", "session_id_bytes_max", "num_tokens_max", "connections_max", "tcp_connections_max",
-    "tls_handshake_timeout_ms", "tls_handshakes_max", "tls_handshakes_per_s", "watchers_max",
-    "watch_queue_max", "frame_bytes_max", "frame_timeout_ms", "reply_buffer_bytes_max",
-    "requests_in_flight_max", "reserve_timeout_ms", "transfer_timeout_ms", "transfer_min_mb_per_s",
-    "ready_ttl_ms", "lease_ms", "quarantine_ms", "drain_timeout_ms", "log_queue_bytes_max",
-    "log_queue_lines_max", "log_rotate_bytes", "log_rotate_keep", "kv_events_token_ids_max",
-    "kv_events_pages_max", "kv_events_queue_bytes_max", "kv_events_buffer_batches",
-    "kv_events_buffer_bytes_max",
-)  # fmt: skip
 
 OPEN_STATES: Final = frozenset(e.State) - e.FINAL_STATES
 
@@ -85,6 +76,7 @@ class Caller(Protocol):
         ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Service:
     """Answers requests.
 
@@ -101,6 +93,8 @@ class Service:
     Attributes:
         refused: error replies so far, by reason.
         kv_events: what publishes them; None: nobody.
+        usages: say how much of their bounds is in use, by setting.
+        origin: where each setting came from; what is missing is a default.
     """
 
     def __init__(
@@ -124,7 +118,11 @@ class Service:
         self._mooncake_statistics = mooncake_statistics
         self.refused: Counter[Reason] = Counter()
         self.kv_events: KVEventStream | None = None
+        self.usages: list[Callable[[], Mapping[str, int]]] = [self._usage]
+        self.origin: Mapping[str, str] = {}
+        self._limits = {name: bounds.value_of(config, name) for name in bounds.SETTINGS}
         self._started_ns = executor.now_ns()
+        self._is_compiled = is_compiled()
         self._handlers: dict[type[w.Request], Callable[..., None]] = {
             w.HelloReq: self._hello,
             w.PingReq: self._ping,
@@ -208,27 +206,24 @@ class Service:
     # --- D -------------------------------------------------------------------------------------
 
     def _prepare(self, caller: Caller, request: w.SnapshotPrepareReceiveReqInput) -> None:
-        writer_id = caller.writer_id() if request.is_only_writer else 0
-        handle = self._executor.new_handle()
-
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return e.PrepareAsked(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=handle,
-                session_id=request.session_id,
-                layout_fingerprint=request.layout_fingerprint,
-                num_tokens=request.num_tokens,
-                token_start=request.token_start,
-                token_digest=request.token_digest,
-                page_keys=request.page_keys,
-                ranks=request.ranks,
-                use_resident_hint=request.use_resident_hint,
-                conn_id=caller.conn_id,
-                writer_id=writer_id,
-                peer=caller.label,
-                owner=caller.rights.owner,
-            )
+        executor = self._executor
+        event = e.PrepareAsked(
+            at_ns=executor.now_ns(),
+            cause_id=executor.new_cause_id(),
+            slab_handle=executor.new_handle(),
+            session_id=request.session_id,
+            layout_fingerprint=request.layout_fingerprint,
+            num_tokens=request.num_tokens,
+            token_start=request.token_start,
+            token_digest=request.token_digest,
+            page_keys=request.page_keys,
+            ranks=request.ranks,
+            use_resident_hint=request.use_resident_hint,
+            conn_id=caller.conn_id,
+            writer_id=caller.writer_id() if request.is_only_writer else 0,
+            peer=caller.label,
+            owner=caller.rights.owner,
+        )
 
         def on_result(result: e.Result) -> None:
             if self.kv_events is not None and isinstance(result, e.Granted):
@@ -237,7 +232,7 @@ class Service:
                 result = _without_others_layouts(result, caller.rights)
             caller.send(self._prepared(request.id, result))
 
-        self._executor.ask(event, on_result)
+        executor.take(event, on_result)
 
     def _prepared(self, request_id: int, result: e.Result) -> w.AnyReply:
         if isinstance(result, e.Granted):
@@ -249,7 +244,7 @@ class Service:
                 num_tokens=result.num_tokens,
                 token_start=result.token_start,
                 resident_hint_tokens=result.resident_hint_tokens,
-                ranks=tuple(self._rank_grant(result.layout, shard) for shard in result.shards),
+                ranks=tuple([self._rank_grant(result.layout, shard) for shard in result.shards]),
                 expires_ms=max(0, expires_ms),
             )
         if isinstance(result, e.Refused):
@@ -263,7 +258,7 @@ class Service:
         return _unexpected(request_id, result)
 
     def _rank_grant(self, layout: Layout, shard: e.ShardGrant) -> w.RankGrant:
-        num_layers = layout.num_layers
+        num_layers = len(layout.k_stride_bytes)
         return w.RankGrant(
             rank=shard.rank,
             snapshot_buf_base_ptr=self._arenas[shard.rank][1],
@@ -340,12 +335,15 @@ class Service:
         )
 
     def _stats(self, caller: Caller, request: w.StatsReq) -> None:
-        if request.overview is None:
-            caller.send(self.statistics(request.id))
-            return
+        def on_overview(overview: Overview | None) -> None:
+            statistics = self.statistics(request.id, overview)
+            if request.bounds:
+                statistics = msgspec.structs.replace(statistics, bounds=tuple(self._bounds()))
+            caller.send(statistics)
 
-        def on_overview(overview: Overview) -> None:
-            caller.send(self.statistics(request.id, overview))
+        if request.overview is None:
+            on_overview(None)
+            return
 
         self._executor.overviews.ask(request.overview, on_overview)
 
@@ -367,11 +365,31 @@ class Service:
             timers=self._executor.num_timers,
             core=self._executor.machine.statistics(),
             log=self._log_statistics(),
-            limits={name: getattr(self._config, name) for name in _SHOWN_LIMITS},
+            limits=self._limits,
             mooncake=self._mooncake_statistics() if self._mooncake_statistics else None,
             kv_events=self.kv_events.statistics() if self.kv_events else None,
             overview=overview,
+            is_compiled=self._is_compiled,
         )
+
+    def _bounds(self) -> Iterator[w.BoundView]:
+        """Yield every bound, with how much of it is in use."""
+        used: dict[str, int] = {}
+        for usage in self.usages:
+            used.update(usage())
+        return bounds.views(self._config, self.origin, used)
+
+    def _usage(self) -> dict[str, int]:
+        books, log = self._executor.machine.books, self._log_statistics()
+        return {
+            "sessions_max": len(books.open) + len(books.buffer.quarantine),
+            "ended_history_max": len(books.ended),
+            "session_history_max": books.directory.num_hints,
+            "layouts_max": len(books.directory.layouts),
+            "page_keys_total_max": books.page_keys_held,
+            "log_queue_bytes_max": log.queued_bytes,
+            "log_queue_lines_max": log.queued_lines,
+        }
 
     def _watch(self, caller: Caller, request: w.WatchReq) -> None:
         if caller.watch(request.session_id):
@@ -388,14 +406,15 @@ class Service:
 
     def _ask_core(self, caller: Caller, request: w.AnyRequest) -> None:
         """Ask what the request stands for, and turn the result into its reply."""
-
-        def event(at_ns: int, cause_id: int) -> e.Event:
-            return event_of(request, caller.conn_id, at_ns, cause_id)
+        executor = self._executor
+        request_id = request.id
 
         def on_result(result: e.Result) -> None:
-            caller.send(self._reply(request.id, result))
+            caller.send(self._reply(request_id, result))
 
-        self._executor.ask(event, on_result)
+        executor.take(
+            event_of(request, caller.conn_id, executor.now_ns(), executor.new_cause_id()), on_result
+        )
 
     def _reply(self, request_id: int, result: e.Result) -> w.AnyReply:
         match result:
@@ -426,6 +445,8 @@ class Service:
 
     def _lease(self, request_id: int, result: e.Leased) -> w.BeginIngestRep:
         lease_ms = (result.deadline_ns - self._executor.now_ns()) // NS_PER_MS
+        # As they are kept: they need not become numbers again to be sent.
+        checksums: Any = msgspec.Raw(result.packed_checksums)
         return w.BeginIngestRep(
             id=request_id,
             session_id=result.session_id,
@@ -434,77 +455,9 @@ class Service:
             num_tokens=result.num_tokens,
             token_start=result.token_start,
             token_digest=result.token_digest,
-            # As they are kept: they need not become numbers again to be sent.
-            checksums=cast("e.PlaneChecksums", msgspec.Raw(result.packed_checksums)),
+            checksums=checksums,
             grant=self._rank_grant(result.layout, result.shard),
         )
-
-
-def event_of(request: w.AnyRequest, conn_id: int, at_ns: int, cause_id: int) -> e.Event:
-    """Return the event that a request stands for; the ones that are more than that have handlers."""
-    match request:
-        case w.DeclareLayoutReq(rank=rank, layout=layout):
-            return e.LayoutDeclared(at_ns=at_ns, cause_id=cause_id, rank=rank, layout=layout)
-        case w.TransferStartedReq(slab_handle=handle):
-            return e.TransferStarted(at_ns=at_ns, cause_id=cause_id, slab_handle=handle, conn_id=conn_id)
-        case w.CommitReq(slab_handle=handle):
-            return e.RankCommitted(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=handle,
-                rank=request.rank,
-                num_bytes=request.num_bytes,
-                num_tokens=request.num_tokens,
-                checksums=request.checksums,
-                drained=request.drained,
-                conn_id=conn_id,
-            )
-        case w.TransferFailedReq(slab_handle=handle):
-            return e.TransferFailed(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=handle,
-                reason=request.reason,
-                drained=request.drained,
-                rank=request.rank,
-            )
-        case w.AbortReq(slab_handle=handle, drained=drained):
-            return e.AbortAsked(at_ns=at_ns, cause_id=cause_id, slab_handle=handle, drained=drained)
-        case w.DrainedReq(slab_handle=handle, rank=rank):
-            return e.WriterDrained(at_ns=at_ns, cause_id=cause_id, slab_handle=handle, rank=rank)
-        case w.BeginIngestReq(slab_handle=handle):
-            return e.LeaseAsked(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=handle,
-                rank=request.rank,
-                layout_fingerprint=request.layout_fingerprint,
-                session_id=request.session_id,
-                conn_id=conn_id,
-            )
-        case w.VoteReq(slab_handle=handle):
-            return e.VoteCast(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                slab_handle=handle,
-                rank=request.rank,
-                lease_id=request.lease_id,
-                ok=request.ok,
-                reason=request.reason,
-                keep=request.keep,
-            )
-        case w.LookupReq():
-            return e.LookupAsked(
-                at_ns=at_ns,
-                cause_id=cause_id,
-                layout_fingerprint=request.layout_fingerprint,
-                session_id=request.session_id,
-                page_keys=request.page_keys,
-                resident_tokens=request.resident_tokens,
-            )
-        case w.DrainReq(draining=draining):
-            return e.DrainAsked(at_ns=at_ns, cause_id=cause_id, draining=draining)
-    raise InvariantBroken(f"no event for {type(request).__name__}")
 
 
 def _without_others_layouts(refused: e.Refused, rights: Rights) -> e.Refused:

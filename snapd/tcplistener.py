@@ -24,7 +24,6 @@ from snapd.streams import TCP_OPTIONS
 from snapd.units import MS_PER_S
 
 _log: Final = structlog.get_logger("snapd.server")
-_BACKLOG: Final = 256
 # After an accept that failed, for instance because no file descriptor is left.
 _ACCEPT_RETRY_S: Final = 0.1
 # One address may have this part of all handshakes under way.
@@ -168,11 +167,11 @@ class TcpListener:
         self._server = server
         self._loop = loop
         self._context = server_context(config)
-        self._limiter = AddressLimiter(config.tls_handshakes_per_s)
+        self._limiter = AddressLimiter(config.tls_handshakes_per_s, config.limits.tcp_addresses_max)
         self._places = asyncio.Semaphore(config.tls_handshakes_max)
         self._shaking: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._socket = _bind(config.tcp_address)
+        self._socket = _bind(config.tcp_address, config.limits.accept_backlog)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._start(self._accept())
@@ -185,6 +184,13 @@ class TcpListener:
             _log.error("the certificates were not loaded anew, the old ones go on", error=str(error))
         else:
             _log.info("the certificates were loaded anew")
+
+    def usage(self) -> dict[str, int]:
+        """Return how much of its bounds is in use, by setting."""
+        return {
+            "tls_handshakes_max": self._shaking.total(),
+            "limits.tcp_addresses_max": len(self._limiter),
+        }
 
     async def close(self) -> None:
         """Accept nobody any more, and end the handshakes under way."""
@@ -266,13 +272,13 @@ class TcpListener:
             self._places.release()
 
 
-def _bind(address: str) -> socket.socket:
+def _bind(address: str, backlog: int) -> socket.socket:
     host, port = listen_address(address)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(_BACKLOG)
+        sock.listen(backlog)
         sock.setblocking(False)
     except OSError as error:
         sock.close()

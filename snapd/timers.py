@@ -5,8 +5,8 @@ due is decided by the clock, and the loop timer is set again for the rest.
 """
 
 import heapq
-import time
 from collections.abc import Callable, Hashable
+from time import monotonic_ns
 from typing import Generic, Protocol, TypeVar
 
 from snapd.units import NS_PER_S
@@ -31,7 +31,7 @@ class SystemClock:
 
     def now_ns(self) -> int:
         """Return monotonic nanoseconds."""
-        return time.monotonic_ns()
+        return monotonic_ns()
 
 
 class Cancellable(Protocol):

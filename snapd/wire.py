@@ -471,9 +471,37 @@ class StatsReq(Request, frozen=True, kw_only=True):
 
     Attributes:
         overview: say also what is open: the attempts that come first in this order; None: do not.
+        bounds: say also every bound, where it comes from, and how much of it is in use.
     """
 
     overview: Order | None = None
+    bounds: bool = False
+
+
+class BoundView(msgspec.Struct, frozen=True, kw_only=True):
+    """A bound of the daemon.
+
+    Attributes:
+        name: the setting, with its table; or module and constant of what is fixed.
+        value: in *unit*.
+        unit: of the value; empty: a number.
+        origin: where it comes from: ``default``, the file's path, ``environment NAME``, ``command line``, or
+            ``fixed``.
+        used: how much of it is in use now, the most of any where each client has its own; null: that is not
+            counted.
+        is_rolling: it is made to be full: the oldest goes.
+        what: is bounded, if the name does not say so.
+        at_bound: what comes at it.
+    """
+
+    name: str
+    value: int
+    unit: str
+    origin: str
+    used: int | None = None
+    is_rolling: bool = False
+    what: str = ""
+    at_bound: str = ""
 
 
 class LogStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -561,6 +589,8 @@ class StatsRep(Reply, frozen=True, kw_only=True):
 
     Attributes:
         overview: what is open, if it was asked for.
+        bounds: every bound, if they were asked for.
+        is_compiled: the modules that requests go through are compiled.
     """
 
     version: str
@@ -579,6 +609,8 @@ class StatsRep(Reply, frozen=True, kw_only=True):
     mooncake: MooncakeStatistics | None = None
     overview: Overview | None = None
     kv_events: KVEventStatistics | None = None
+    bounds: tuple[BoundView, ...] = ()
+    is_compiled: bool = False
 
 
 class WatchReq(Request, frozen=True, kw_only=True):
@@ -754,18 +786,25 @@ class FrameSplitter:
         Raises:
             ProtocolError: the first frame announces nothing, or more than the limit.
         """
-        self._buffer += data
-        self.check()
+        buffer = self._buffer
+        if buffer or type(data) is not bytes:
+            buffer += data
+            data = bytes(buffer)
+            buffer.clear()
+        # What came is cut where it lies, and only what is left over is kept.
         payloads: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= LENGTH_BYTES:
-            length = int.from_bytes(self._buffer[start : start + LENGTH_BYTES], "little")
+        start, size = 0, len(data)
+        while size - start >= LENGTH_BYTES:
+            length = int.from_bytes(data[start : start + LENGTH_BYTES], "little")
             end = start + LENGTH_BYTES + length
-            if not 0 < length <= self._frame_bytes_max or len(self._buffer) < end:
+            if not 0 < length <= self._frame_bytes_max or size < end:
                 break
-            payloads.append(bytes(self._buffer[start + LENGTH_BYTES : end]))
+            payloads.append(data[start + LENGTH_BYTES : end])
             start = end
-        del self._buffer[:start]
+        if start < size:
+            buffer += data[start:]
+            if not start:
+                self.check()
         return payloads
 
     def check(self) -> None:

@@ -14,9 +14,10 @@ from snapd.address import Resolver, TcpAddress, TlsFiles, parse_address
 from snapd.certs import make_certificates
 from snapd.cli.main import cli
 from snapd.errors import ConfigError
-from snapd.ratelimit import ADDRESSES_MAX, BURST_S, AddressLimiter, network_of
+from snapd.ratelimit import BURST_S, AddressLimiter, network_of
 
 FILES = "ca=/a&cert=/b&key=/c"
+ADDRESSES_MAX = 4_096
 
 
 @pytest.mark.parametrize("path", ["/run/kv-snapd/snapd.sock", "x.sock", "tls:/x", "tcp:x", "", "http://x:1"])
@@ -131,7 +132,7 @@ def test_numbers_are_not_looked_up() -> None:
 def test_nobody_comes_more_often_than_its_rate_and_the_burst(
     per_s: int, arrivals: list[tuple[str, float]]
 ) -> None:
-    limiter, now_s, came = AddressLimiter(per_s), 0.0, {"a": 0, "b": 0}
+    limiter, now_s, came = AddressLimiter(per_s, ADDRESSES_MAX), 0.0, {"a": 0, "b": 0}
     for address, pause_s in arrivals:
         now_s += pause_s
         came[address] += limiter.admit(address, now_s)
@@ -139,12 +140,12 @@ def test_nobody_comes_more_often_than_its_rate_and_the_burst(
 
 
 def test_whoever_keeps_to_the_rate_is_always_let_in() -> None:
-    limiter = AddressLimiter(10)
+    limiter = AddressLimiter(10, ADDRESSES_MAX)
     assert all(limiter.admit("a", number * 0.1) for number in range(1_000))
 
 
 def test_one_address_costs_another_nothing_and_memory_is_bounded() -> None:
-    limiter = AddressLimiter(1)
+    limiter = AddressLimiter(1, ADDRESSES_MAX)
     assert [limiter.admit("a", 0.0) for _ in range(BURST_S + 1)].count(False) == 1
     assert limiter.admit("b", 0.0)
     for number in range(2 * ADDRESSES_MAX):
@@ -153,7 +154,7 @@ def test_one_address_costs_another_nothing_and_memory_is_bounded() -> None:
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:
-    limiter = AddressLimiter(1)
+    limiter = AddressLimiter(1, ADDRESSES_MAX)
     assert [limiter.admit("a", 100.0) for _ in range(BURST_S + 1)].count(True) == BURST_S
     assert not limiter.admit("a", 0.0)
 

@@ -22,6 +22,7 @@ from snapd.config import (
     load_config,
 )
 from snapd.errors import ConfigError
+from snapd.limits import Limits
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.units import GIB, KIB, MIB
 
@@ -111,6 +112,7 @@ DEFAULTS = {
     "tls_handshake_timeout_ms": 5_000,
     "tls_handshakes_max": 64,
     "tls_handshakes_per_s": 20,
+    "limits": Limits(),
 }
 
 
@@ -120,8 +122,12 @@ def test_the_defaults_are_the_documented_ones_and_fit_together():
     assert {key: values[key] for key in DEFAULTS} == DEFAULTS
     assert set(values) == {*DEFAULTS, "socket_path", "log_path"}
     assert loaded.path is None
-    table = {f"mooncake.{key}" for key in msgspec.structs.asdict(values.pop("mooncake"))}
-    assert dict(loaded.origin) == dict.fromkeys({*values, *table}, "default")
+    tables = {
+        f"{table}.{key}"
+        for table in ("limits", "mooncake")
+        for key in msgspec.structs.asdict(values.pop(table))
+    }
+    assert dict(loaded.origin) == dict.fromkeys({*values, *tables}, "default")
 
 
 def test_a_config_made_without_loading_has_the_same_defaults(monkeypatch):
@@ -593,6 +599,54 @@ def test_a_wrong_key_of_mooncake_from_elsewhere_is_refused_by_its_name_there():
     assert "did you mean 'SNAPD_MOONCAKE_HOST'?" in refused(env={"SNAPD_MOONCAKE_HOTS": "a"})
     assert refused(env={"SNAPD_MOONCAKE_NOTIFY": "x"}).startswith("environment: SNAPD_MOONCAKE_NOTIFY = 'x'")
     assert "set Mooncake's own variables" in refused(env={"SNAPD_MOONCAKE_SETTINGS": "MC_A=1"})
+
+
+# --- limits -----------------------------------------------------------------------------------
+
+
+def test_each_key_of_limits_comes_from_the_highest_source_that_names_it(toml):
+    path = toml('[limits]\ncongested_bytes = "32KiB"\nlog_close_ms = 1000\naccept_backlog = 7')
+    env = {"SNAPD_LIMITS_LOG_CLOSE_MS": "2000", "SNAPD_LIMITS_ACCEPT_BACKLOG": "8"}
+    loaded = load(path, env, {"limits.accept_backlog": "9"})
+    assert loaded.config.limits == Limits(congested_bytes=32 * KIB, log_close_ms=2_000, accept_backlog=9)
+    set_ones = {key: value for key, value in loaded.origin.items() if value != "default"}
+    assert set_ones == {
+        "limits.congested_bytes": str(path),
+        "limits.log_close_ms": "environment SNAPD_LIMITS_LOG_CLOSE_MS",
+        "limits.accept_backlog": "command line",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("limits = 5", "write a [limits] table, or its keys one by one, such as limits.accept_backlog"),
+        ("[limits]\naccept_backlogs = 5", "did you mean 'accept_backlog'?"),
+        ("[limits]\naccept_backlog = 0", "limits.accept_backlog = 0 is wrong"),
+        ("[limits]\ncongested_bytes = 1", "write a size from 1 KiB to 1 GiB"),
+        ("[limits]\nretry_after_ms_max = 19", "write a whole number from 20 to 3600000"),
+        ("[limits]\nlog_close_ms = 30000", "must be below limits.stop_grace_ms = 30000 (default)"),
+        ("[limits]\nstop_grace_ms = 5000", "limits.log_close_ms = 5000 (default) must be below"),
+        (
+            "[limits]\nnotifications_chars_max = 1000",
+            "must not be above limits.notifications_chars_max = 1000",
+        ),
+    ],
+)
+def test_a_wrong_limit_is_refused_with_file_key_and_what_to_write(toml, text, wanted):
+    message = refused(toml(text))
+    assert wanted in message
+
+
+def test_limits_made_without_loading_are_checked_too():
+    with pytest.raises(ConfigError, match=r"^config: limits\.log_close_ms = 0 is wrong"):
+        Config(limits=Limits(log_close_ms=0)).check()
+
+
+def test_every_limit_has_a_range_that_holds_its_default():
+    for field in msgspec.structs.fields(Limits):
+        meta = msgspec.inspect.type_info(field.type).type
+        assert meta.ge <= field.default <= meta.le, field.name
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from snapd import executor as executor_module
+from snapd.compiling import is_compiled
 from snapd.core import events as e
 from snapd.core import records as r
 from snapd.core.machine import Machine
@@ -145,6 +146,7 @@ def test_the_decision_of_a_round_is_told_when_it_has_been_carried_out(shell: She
     assert set(shell.order[-2:]) == {"reply"}
 
 
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
 def test_an_answer_that_is_given_twice_arrives_once(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one to a question that nobody asked."""
     accepted = e.Accepted()
@@ -228,6 +230,19 @@ def test_after_close_no_timer_comes(shell: Shell) -> None:
     assert not shell.ends
 
 
+def test_after_halt_nothing_comes_to_the_core_any_more(shell: Shell) -> None:
+    handle = shell.granted()
+    records = len(shell.records)
+    shell.executor.halt()
+    assert shell.ask(e.DrainAsked) == []
+    taken: list[e.Result] = []
+    shell.executor.take(e.DrainAsked(at_ns=shell.time_ns, cause_id=99), taken.append)
+    shell.executor.post(lambda at_ns: e.StopAsked(at_ns=at_ns))
+    shell.advance(60_000)
+    assert (len(shell.records), taken, list(shell.machine.books.open)) == (records, [], [handle])
+    assert not shell.machine.books.is_draining and shell.executor.num_timers == 0
+
+
 def test_an_answer_that_asks_again_is_served(shell: Shell) -> None:
     answers: list[Any] = []
 
@@ -241,24 +256,19 @@ def test_an_answer_that_asks_again_is_served(shell: Shell) -> None:
     assert shell.executor.num_waiting == 0
 
 
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
 def test_a_handle_is_never_zero_never_in_use_and_exact_as_a_double(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = shell.granted()
-    drawn = iter([0, handle, 12])
-    asked: list[int] = []
-
-    def randbits(bits: int) -> int:
-        asked.append(bits)
-        return next(drawn)
-
-    monkeypatch.setattr(executor_module.secrets, "randbits", randbits)
+    shell.executor._drawn.clear()
+    monkeypatch.setattr(executor_module, "_draw_handles", lambda: [12, handle, 0])
     assert shell.executor.new_handle() == 12
-    assert asked == [HANDLE_BITS] * 3
     assert float(2**HANDLE_BITS - 1) == 2**HANDLE_BITS - 1
     assert float(2**HANDLE_BITS) == float(2**HANDLE_BITS + 1), "one bit more would not be exact"
 
 
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
 def test_a_handle_that_is_only_in_quarantine_is_in_use_too(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +276,25 @@ def test_a_handle_that_is_only_in_quarantine_is_in_use_too(
     handle = shell.granted()
     shell.ask(e.AbortAsked, slab_handle=handle)
     shell.machine.books.ended.clear()
-    drawn = iter([handle, 12])
-    monkeypatch.setattr(executor_module.secrets, "randbits", lambda bits: next(drawn))
+    shell.executor._drawn.clear()
+    monkeypatch.setattr(executor_module, "_draw_handles", lambda: [12, handle])
     assert shell.executor.new_handle() == 12
+
+
+def test_handles_are_drawn_from_the_kernel_each_of_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def urandom(num_bytes: int) -> bytes:
+        asked.append(num_bytes)
+        return b"".join(number.to_bytes(8, "little") for number in range((1 << 64) - num_bytes // 8, 1 << 64))
+
+    monkeypatch.setattr(executor_module.os, "urandom", urandom)
+    drawn = executor_module._draw_handles()
+    assert len(drawn) == len(set(drawn)) == asked[0] // 8 > 1
+    assert max(drawn) == 2**HANDLE_BITS - 1
+    assert len(asked) == 1
+
+
+def test_no_handle_is_drawn_twice(shell: Shell) -> None:
+    """Also over the end of what is drawn at once."""
+    assert len({shell.executor.new_handle() for _ in range(1_000)}) == 1_000

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from snapd import wire as w
+from snapd.compiling import is_compiled
 from snapd.config import Config
 from snapd.server import Connection, Server
 from snapd.units import KIB
+
+pytestmark = pytest.mark.skipif(is_compiled(), reason="what is compiled takes no service but its own")
 
 
 class FakeTransport:

@@ -8,10 +8,12 @@ import pytest
 from snapd import wire as w
 from snapd.core.session import PREPARER
 from snapd.errors import ProtocolError
+from snapd.limits import Limits
 from snapd.mooncakeconfig import MooncakeConfig
-from snapd.notifications import PENDING_CHARS_MAX, PENDING_MAX, TEXT_CHARS_MAX, TURN_MAX, Notifications
+from snapd.notifications import TURN_MAX, Notifications
 
 EPOCH = "epoch"
+LIMITS = Limits()
 
 
 class FakeLoop:
@@ -79,7 +81,7 @@ class Bench:
         self.sent: list[str] = []
         config = MooncakeConfig(notify=notify, notify_poll_ms=poll_ms)  # type: ignore[arg-type]
         fakes: tuple[Any, ...] = (self.executor, self.server, self.loop)
-        self.notifications = Notifications(config, EPOCH, *fakes, self.take)
+        self.notifications = Notifications(config, LIMITS, EPOCH, *fakes, self.take)
 
     def take(self) -> list[str]:
         taken, self.sent = self.sent, []
@@ -120,13 +122,13 @@ def test_a_turn_handles_a_bounded_number_and_the_rest_follow_at_once_in_order() 
 
 def test_more_than_can_wait_are_ignored_and_counted() -> None:
     bench = Bench()
-    bench.sent = [text()] * (PENDING_MAX + 3)
+    bench.sent = [text()] * (LIMITS.notifications_max + 3)
     bench.loop.turn()
     assert bench.counts == (TURN_MAX, 0, 3)
     assert bench.server.warned == ["too many notifications"]
-    for _ in range(PENDING_MAX // TURN_MAX):
+    for _ in range(LIMITS.notifications_max // TURN_MAX):
         bench.loop.turn()
-    assert bench.counts == (PENDING_MAX, 0, 3)
+    assert bench.counts == (LIMITS.notifications_max, 0, 3)
 
 
 def test_a_hint_is_for_the_connection_that_prepared() -> None:
@@ -143,7 +145,7 @@ def test_a_hint_is_for_the_connection_that_prepared() -> None:
 
 def test_a_text_that_is_too_long_is_not_even_parsed() -> None:
     bench = Bench("commit")
-    bench.sent = [text() + " " * TEXT_CHARS_MAX]
+    bench.sent = [text() + " " * LIMITS.notification_chars_max]
     bench.loop.turn()
     assert bench.counts == (0, 0, 1) and bench.server.warned == ["notifications too long"]
     assert bench.executor.events == []
@@ -151,10 +153,10 @@ def test_a_text_that_is_too_long_is_not_even_parsed() -> None:
 
 def test_texts_that_wait_are_bounded_in_number_and_in_length() -> None:
     bench = Bench("commit")
-    long = text() + " " * (TEXT_CHARS_MAX - len(text()))
+    long = text() + " " * (LIMITS.notification_chars_max - len(text()))
     bench.sent = [long + " "] * 5 + [long] * 100
     bench.loop.turn()
-    taken = PENDING_CHARS_MAX // TEXT_CHARS_MAX
+    taken = LIMITS.notifications_chars_max // LIMITS.notification_chars_max
     assert bench.counts == (0, taken, 105 - taken)
     assert bench.server.warned == ["notifications too long", "too many notifications"]
 

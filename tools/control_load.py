@@ -37,14 +37,10 @@ _PLACEHOLDER: Final = (1 << 63) + 0x5A5A5A5A5A5A5A
 _libc: Final = ctypes.CDLL(None)
 
 # The daemon as it is; the same without a log; and with a ticker that notes how late the loop comes to it.
-# `_program` is imported in the daemon's process.
 PLAIN: Final = "from snapd.cli.main import main; main()"
 NO_LOG: Final = "from tools.control_load import serve_without_log; serve_without_log()"
 PUSHER: Final = "import sys; from tools.control_load import push; push(*sys.argv[1:])"
 PROBED: Final = "from tools.control_load import serve_probed; serve_probed()"
-# With the garbage collector kept from full collections.
-CALM: Final = "from snapd.executor import spare_the_old; spare_the_old(); " + PLAIN
-CALM_PROBED: Final = "from snapd.executor import spare_the_old; spare_the_old(); " + PROBED
 TICK_S: Final = 0.001
 
 
@@ -52,11 +48,22 @@ def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def start_process(program: str, *arguments: str, stdout: int | None = None) -> "subprocess.Popen[bytes]":
-    """Start a Python program that ends with this one; with *stdout* it is talked with over pipes."""
+def start_process(
+    program: str, *arguments: str, stdout: int | None = None, site: Path | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a Python program that ends with this one.
+
+    Args:
+        program: the code.
+        arguments: for it.
+        stdout: with it the program is talked with over pipes.
+        site: where snapd is, if it is not this one.
+    """
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
+        # What lies in the present directory comes before the path.
+        cwd=site or ROOT,
+        env=os.environ | ({"PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))} if site else {}),
         stdin=subprocess.DEVNULL if stdout is None else subprocess.PIPE,
         stdout=stdout,
         stderr=subprocess.DEVNULL,
@@ -68,6 +75,12 @@ def end_process(process: "subprocess.Popen[bytes]") -> None:
     """End a process that was started here."""
     process.kill()
     process.communicate()
+
+
+def pin(pid: int, core: int) -> None:
+    """Have all threads of a process run on one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
 
 
 def cpu_ns(pid: int) -> int:
@@ -85,10 +98,15 @@ class Daemon:
         directory: made if need be.
         program: ``PLAIN``, ``NO_LOG`` or ``PROBED``.
         settings: over the defaults.
+        site: where snapd is, if it is not this one.
     """
 
     def __init__(
-        self, directory: Path, program: str = PLAIN, settings: Mapping[str, object] | None = None
+        self,
+        directory: Path,
+        program: str = PLAIN,
+        settings: Mapping[str, object] | None = None,
+        site: Path | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.socket_path = str(directory / "snapd.sock")
@@ -103,7 +121,7 @@ class Daemon:
         for name, value in wanted.items():
             arguments += ["--set", f"{name}={value}"]
         os.environ["BENCH_PROBE"] = str(self.probe_path)
-        self.process = start_process(program, *arguments)
+        self.process = start_process(program, *arguments, site=site)
         wait_until(self._accepts, self.process)
 
     @property
@@ -386,8 +404,8 @@ def serve_without_log() -> None:
     from snapd.eventlog import EventLog
 
     class NoLog(EventLog):
-        def write(self, record: Record) -> None:
-            del record
+        def write_all(self, records: Sequence[Record]) -> None:
+            del records
 
     daemon.EventLog = NoLog  # type: ignore[attr-defined]
     main()

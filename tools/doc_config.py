@@ -1,4 +1,4 @@
-"""The configuration reference, from the structs in snapd/config.py and snapd/mooncakeconfig.py."""
+"""The configuration reference, from the structs in snapd/config.py and those of its tables."""
 
 import fnmatch
 from collections.abc import Iterable, Iterator
@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from snapd.config import ArenaShorthand, Config, environment_name
+from snapd.limits import Limits
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.units import format_bytes, format_ms
 from tools.doc_structs import sentence, table
@@ -47,6 +48,8 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "Events for routers": ("kv_events_*",),
 }  # fmt: skip
 OTHERS: Final = "Others"
+# Settings that are one table of others.
+TABLES: Final[dict[str, type[msgspec.Struct]]] = {"mooncake": MooncakeConfig, "limits": Limits}
 
 # Flags of their own, by key. Every other setting is `--set KEY=VALUE`.
 FLAGS: Final[dict[str, str]] = {
@@ -113,6 +116,14 @@ RELATIONS: Final = (
         "`kv_events_replay_address` is for a daemon with `kv_events_address`.",
         {"kv_events_replay_address": "tcp://127.0.0.1:5558"},
     ),
+    Relation(
+        "`limits.log_close_ms` is below `limits.stop_grace_ms`, so that the log is waited for.",
+        {"limits.log_close_ms": 30_000},
+    ),
+    Relation(
+        "`limits.notifications_chars_max` is at least `limits.notification_chars_max`.",
+        {"limits.notifications_chars_max": 1_000},
+    ),
     Relation("`socket_path` has at most 107 bytes.", {"socket_path": "/tmp/" + "x" * 107}),
 )
 
@@ -164,15 +175,15 @@ def settings() -> dict[str, _Described]:
     found: dict[str, _Described] = {}
     for struct in (ArenaShorthand, Config):
         for field in msgspec.structs.fields(struct):
-            if field.encode_name != "mooncake":
+            if field.encode_name not in TABLES:
                 found[field.encode_name] = _Described(field.encode_name, field)
     return found
 
 
-def mooncake_settings() -> dict[str, _Described]:
-    """Return the settings of the table ``[mooncake]`` by key."""
-    fields = msgspec.structs.fields(MooncakeConfig)
-    return {(key := f"mooncake.{field.encode_name}"): _Described(key, field) for field in fields}
+def settings_of_table(name: str) -> dict[str, _Described]:
+    """Return the settings of a table such as ``[mooncake]`` by key."""
+    fields = msgspec.structs.fields(TABLES[name])
+    return {(key := f"{name}.{field.encode_name}"): _Described(key, field) for field in fields}
 
 
 def tables_in(kind: Any) -> type[msgspec.Struct] | None:
@@ -187,6 +198,7 @@ def unit_of(key: str) -> str:
     for ending, unit in (
         ("mb_per_s", "MB/s"),
         ("_ms", "ms"),
+        ("_ms_max", "ms"),
         ("_tokens", "tokens"),
         ("tokens_max", "tokens"),
     ):
@@ -309,7 +321,12 @@ def _sections() -> Iterator[str]:
             yield from _with_tables(known[key])
         if title == "Transport":
             yield "## Mooncake\n\nThe table `[mooncake]`; not used with another transport."
-            yield from map(_setting, mooncake_settings().values())
+            yield from map(_setting, settings_of_table("mooncake").values())
+    yield (
+        "## Seldom changed\n\nThe table `[limits]`. The defaults suit nearly everybody; [Bounds](bounds.md) "
+        "has what comes at each."
+    )
+    yield from map(_setting, settings_of_table("limits").values())
 
 
 def page() -> str:

@@ -106,6 +106,8 @@ def _where(reason: Reason) -> Iterator[tuple[str, str]]:
         yield "state", f"whatever it was when the daemon died; the next start writes {ABORTED}"
     elif reason in LEASE_ENDS:
         yield "state", "READY, and it stays so unless something else ends it"
+    elif reason is R.INTERNAL_ERROR:
+        yield "state", "not known; what is open stays open in the log, and the next start closes it"
     elif reason is not R.ALLOC_FAILED:
         yield "state", "stays as it is"
     kinds = [f"[{kind}](reference-log.md#{anchor(kind)})" for kind in records_of(reason)]

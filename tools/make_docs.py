@@ -11,7 +11,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tools import doc_config, doc_diagram, doc_messages, doc_reasons
+from tools import doc_bounds, doc_config, doc_diagram, doc_messages, doc_reasons
 
 DIRECTORY: Final = Path(__file__).parent.parent / "docs"
 
@@ -19,6 +19,7 @@ DIRECTORY: Final = Path(__file__).parent.parent / "docs"
 def pages() -> dict[str, str]:
     """Return the text of every file by its name."""
     return {
+        "bounds.md": doc_bounds.page(),
         "reference-config.md": doc_config.page(),
         "reference-wire.md": doc_messages.wire_page(),
         "reference-log.md": doc_messages.log_page(),

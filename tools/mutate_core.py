@@ -61,9 +61,6 @@ EQUIVALENT: Final[dict[tuple[str, str, str, str], str]] = {
     (
         "eviction.py", "SieveOrder._next_visit", "compare", "self._places[handle] > place",
     ): "The hand's place is that of a victim, which has none any more, or 0, which is nobody's.",
-    (
-        "session.py", "", "compare", "RETRY_AFTER_MS_MIN < RETRY_AFTER_MS_MAX",
-    ): "The relation of two constants, checked when the module is loaded; they are not equal.",
 }  # fmt: skip
 
 

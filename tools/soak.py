@@ -184,8 +184,6 @@ def main(lives: int, live: int, plot_path: Path | None, as_json: bool) -> None:
         )
         click.echo(f"\r{text:60}", nl=False, err=True)
 
-    # As the systemd unit has it; docs/bounds.md says what comes without it.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
     with tempfile.TemporaryDirectory(prefix="snapd-soak-") as directory:
         result = soak(Path(directory), lives, live, show)
     if plot_path is not None:

@@ -12,6 +12,7 @@ from snapd.config import ENVIRONMENT_PREFIX, Config, Loaded, load
 from snapd.units import KIB, format_bytes, parse_size_bytes
 
 _KEYS: Final = {field.name: field.encode_name for field in msgspec.structs.fields(Config)}
+_TABLES: Final = ("limits", "mooncake")
 
 
 @click.command(
@@ -58,10 +59,11 @@ def config(config_path: Path | None, checked_path: Path | None, as_json: bool) -
         settings = {
             key: {"value": _utf8(getattr(loaded.config, name)), "origin": _utf8(loaded.origin[name])}
             for name, key in _KEYS.items()
-            if name != "mooncake"
+            if name not in _TABLES
         }
-        for name, value in _mooncake_values(loaded).items():
-            settings[name] = {"value": _utf8(value), "origin": _utf8(loaded.origin[name])}
+        for table in _TABLES:
+            for name, value in _table_values(loaded, table).items():
+                settings[name] = {"value": _utf8(value), "origin": _utf8(loaded.origin[name])}
         print_json({"path": _utf8(str(loaded.path)) if loaded.path else None, "settings": settings})
     else:
         for line in toml_lines(loaded):
@@ -72,26 +74,27 @@ def toml_lines(loaded: Loaded) -> list[str]:
     """Return the configuration as a TOML file, each setting with its origin in a comment."""
     lines = [_comment(f"file: {loaded.path or 'none'}")]
     for name, key in _KEYS.items():
-        if name not in ("arenas", "mooncake"):
+        if name not in ("arenas", *_TABLES):
             value = toml_value(key, getattr(loaded.config, name))
             lines.append(f"{key} = {value}  {_comment(loaded.origin[name])}")
-    lines += ["", "[mooncake]"]
-    for name, value in _mooncake_values(loaded).items():
-        # In a table a dotted key makes a table inside it.
-        key = name.removeprefix("mooncake.")
-        lines.append(f"{key} = {toml_value(key, value)}  {_comment(loaded.origin[name])}")
+    for table in _TABLES:
+        lines += ["", f"[{table}]"]
+        for name, value in _table_values(loaded, table).items():
+            # In a table a dotted key makes a table inside it.
+            key = name.removeprefix(f"{table}.")
+            lines.append(f"{key} = {toml_value(key, value)}  {_comment(loaded.origin[name])}")
     for arena in loaded.config.arenas:
         lines += ["", f"[[arena]]  {_comment(loaded.origin['arenas'])}"]
         lines += [f"{key} = {toml_value(key, value)}" for key, value in msgspec.structs.asdict(arena).items()]
     return lines
 
 
-def _mooncake_values(loaded: Loaded) -> dict[str, Any]:
-    """Return Mooncake's settings under the keys that their origins have, one for each of its variables."""
-    values = msgspec.structs.asdict(loaded.config.mooncake)
-    variables = values.pop("settings")
+def _table_values(loaded: Loaded, table: str) -> dict[str, Any]:
+    """Return a table's settings under the keys of their origins, one for each of Mooncake's variables."""
+    values = msgspec.structs.asdict(getattr(loaded.config, table))
+    variables = values.pop("settings", {})
     values |= {f"settings.{name}": value for name, value in variables.items()}
-    return {f"mooncake.{name}": value for name, value in values.items()}
+    return {f"{table}.{name}": value for name, value in values.items()}
 
 
 def toml_value(key: str, value: Any) -> str:

@@ -23,6 +23,7 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _ASCII_LEVELS: Final = " .:-=+*#@"
 _UNREADABLE_MAX: Final = 3
 _EPOCHS_MAX: Final = 10
+_OLDER_REASONS_MAX: Final = 8
 _DASH: Final = "-"
 # A session id may have thousands of characters: it must not widen every row of a table.
 _TEXT_CHARS_MAX: Final = 60
@@ -187,10 +188,23 @@ def _show_head(report: "Report") -> None:
         f"{plural(report.attempts, 'attempt')}{older}: {report.ok:,} OK, {shown_share(report.ok_share)}",
         f"bold {_ok_style(report.ok_share)}",
     )
+    if report.older_reasons and report.epochs:
+        _show_own(report)
     if report.refused:
         say(f"{report.refused:,} of them refused before they began")
     if report.unfinished:
         say(f"{plural(report.unfinished, 'more attempt')} without an outcome: open at the end, or cut off")
+
+
+def _show_own(report: "Report") -> None:
+    """Say what of a log that two designs have written to is snapd's, and what the other one's."""
+    older = sum(report.older_reasons.values())
+    own, own_ok = report.attempts - older, report.ok - report.older_ok
+    say(f"of snapd {own:,}: {own_ok:,} OK, {shown_share(own_ok / own if own else 0.0)}")
+    shown = list(report.older_reasons.items())[:_OLDER_REASONS_MAX]
+    more = ", ..." if len(report.older_reasons) > len(shown) else ""
+    reasons = ", ".join(f"{printable(reason)} {count:,}" for reason, count in shown)
+    say_note(f"of the design before {older:,}: {reasons}{more}")
 
 
 def _show_epochs(report: "Report") -> None:

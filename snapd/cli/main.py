@@ -19,6 +19,7 @@ import click
 
 from snapd import __version__
 from snapd.cli.common import NoReader, printable
+from snapd.compiling import described, is_compiled
 from snapd.errors import ConfigError, SnapdError
 
 EXIT_REFUSED: Final = 1
@@ -112,7 +113,13 @@ class LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 done, 1 refused or no daemon, 2 wrong usage or configuration, 70 a bug in snapd.",
 )
-@click.version_option(__version__, "-V", "--version", prog_name="snapd", message="%(prog)s %(version)s")
+@click.version_option(
+    described(__version__, is_compiled()),
+    "-V",
+    "--version",
+    prog_name="snapd",
+    message="%(prog)s %(version)s",
+)
 def cli() -> None:
     """A buffer beside the prefill worker, so that decoded KV cache comes back.
 

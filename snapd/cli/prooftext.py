@@ -62,6 +62,12 @@ def _show_limits(proof: "ProofReport", copies: int) -> None:
             f"{plural(proof.torn_lines, 'line')} torn or damaged, {proof.unknown_lines:,} of an unknown "
             f"kind, {plural(proof.events_dropped, 'record')} dropped by the daemon."
         )
+    if proof.older:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in proof.older.items())
+        say_note(
+            f"{plural(sum(proof.older.values()), 'line')} of the design before snapd, which count as no "
+            f"attempt, and of which nothing is proved: {reasons}."
+        )
     for damage in proof.damage:
         say(damage)
     for line in proof.unreadable:

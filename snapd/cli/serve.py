@@ -49,7 +49,7 @@ def serve(loaded: Loaded, log_format: str) -> int:
     is_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     configure_messages(is_json=is_json)
     _write_starting(loaded)
-    return run(loaded.config)
+    return run(loaded.config, loaded.origin)
 
 
 def _write_starting(loaded: Loaded) -> None:

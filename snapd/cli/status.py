@@ -18,6 +18,8 @@ from snapd.cli.common import (
     say,
     say_note,
 )
+from snapd.cli.statusbounds import show_limits, show_usage
+from snapd.compiling import described
 from snapd.errors import REASON_HELP, Reason
 from snapd.units import format_bytes, format_ms
 
@@ -49,16 +51,21 @@ Examples:
   watch -n1 snapd status"""
 )
 @daemon_options
-@click.option("--limits", is_flag=True, help="Show the configured bounds too, and Mooncake's settings.")
+@click.option(
+    "--limits", is_flag=True, help="Show every bound too, where it comes from, and Mooncake's settings."
+)
 @json_option
 def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
-    """Show arenas, open attempts, how attempts ended, the log's health, and what routers are told.
+    """Show arenas, open attempts, how attempts ended, the log's health, and how much of its bounds is in use.
+
+    What KV events tell routers is shown too, where they are published. A bound of which nine tenths are in
+    use is marked with '!'.
 
     With --json everything is one object; ok_rate is the share of attempts and refusals that ended with P
     having the snapshot, or null before the first has ended.
     """
     with daemon.connect() as client:
-        stats = client.stats()
+        stats = client.stats(bounds=True)
     if as_json:
         mooncake = fields_of(stats.mooncake) if stats.mooncake else None
         print_json(
@@ -75,8 +82,11 @@ def status(daemon: DaemonChoice, limits: bool, as_json: bool) -> None:
     _show_log(stats)
     if stats.kv_events:
         _show_kv_events(stats.kv_events)
+    say()
+    show_usage(stats.bounds)
     if limits:
-        _show_limits(stats)
+        show_limits(stats)
+        _show_mooncake_settings(stats.mooncake)
 
 
 def ok_rate(stats: "StatsRep") -> float | None:
@@ -86,8 +96,9 @@ def ok_rate(stats: "StatsRep") -> float | None:
 
 
 def _show_daemon(stats: "StatsRep") -> None:
+    version = described(stats.version, stats.is_compiled)
     say(
-        f"snapd {stats.version}, up {format_ms(stats.uptime_ms)}, pid {stats.pid}, epoch {stats.epoch}, "
+        f"snapd {version}, up {format_ms(stats.uptime_ms)}, pid {stats.pid}, epoch {stats.epoch}, "
         f"transport {stats.transport}",
         "bold",
     )
@@ -232,22 +243,10 @@ def _show_kv_events(events: "KVEventStatistics") -> None:
         say(f"kv events: {plural(events.send_errors, 'message')} that ZeroMQ did not take", "bold red")
 
 
-def _show_limits(stats: "StatsRep") -> None:
-    say()
-    table = Table("LIMIT", ">VALUE", "")
-    for name, value in stats.limits.items():
-        table.add(name, str(value), shown_limit(name, value))
-    table.show()
-    if stats.mooncake and stats.mooncake.settings:
+def _show_mooncake_settings(mooncake: "MooncakeStatistics | None") -> None:
+    if mooncake and mooncake.settings:
         say()
         table = Table("MOONCAKE SETTING", "VALUE")
-        for variable, text in sorted(stats.mooncake.settings.items()):
+        for variable, text in sorted(mooncake.settings.items()):
             table.add(printable(variable), printable(text))
         table.show()
-
-
-def shown_limit(name: str, value: int) -> str:
-    """Return a bound in units that a person reads, if its name has one."""
-    if name.endswith("_ms"):
-        return format_ms(value)
-    return format_bytes(value) if "_bytes" in name and value >= 1024 else ""

@@ -7,20 +7,17 @@ from collections.abc import Callable
 
 from snapd.core import events as e
 from snapd.core import records as r
+from snapd.core.attempt import Session, Shard
 from snapd.core.books import Books
-from snapd.core.events import State
+from snapd.core.events import OK, RESERVED
 from snapd.core.lives import Lives
 from snapd.core.session import (
     DIGEST_CHARS_MAX,
     PREPARER,
-    RETRY_AFTER_MS_MAX,
     RETRY_AFTER_MS_MIN,
-    Session,
-    Shard,
-    shard_plane_offsets_bytes,
 )
 from snapd.errors import InvalidRequest, Reason
-from snapd.layout import Layout, fingerprint, plane_sizes_bytes, snapshot_bytes
+from snapd.layout import Layout, fingerprint, snapshot_bytes
 from snapd.units import NS_PER_MS, align_down
 
 
@@ -58,7 +55,7 @@ class Admission:
         key = (event.layout_fingerprint, event.session_id)
         declared = books.directory.layout(event.layout_fingerprint)
         layout = declared.layout if declared else None
-        ranks = tuple(sorted(event.ranks)) or books.buffer.ranks
+        ranks = tuple(sorted(event.ranks)) if event.ranks else books.buffer.ranks
         refusal = self._check_numbers(event, ranks)
         if refusal is None and (declared is None or not declared.ranks.issuperset(ranks)):
             refusal = self._unknown_layout(event, ranks)
@@ -69,22 +66,25 @@ class Admission:
         if refusal is None and len(books.open) + len(books.buffer.quarantine) >= books.settings.sessions_max:
             detail = f"{books.settings.sessions_max} attempts are open or in quarantine (sessions_max)"
             refusal = e.Refused(Reason.LIMIT_REACHED, detail, self._retry_after_ms())
-        if refusal is not None or layout is None:
+        if refusal is not None or layout is None or declared is None:
             assert refusal is not None
             self._refuse(event, refusal, layout, len(ranks))
             return
         token_start, hint_tokens = self._where_to_start(event, layout, key)
         num_tokens = event.token_start + event.num_tokens - token_start
-        sizes_bytes = plane_sizes_bytes(layout, num_tokens)
-        refusal = self._make_room(ranks, sizes_bytes, event.slab_handle)
-        if refusal is not None:
-            self._refuse(event, refusal, layout, len(ranks))
-            return
-        extents = books.buffer.allocate(ranks, sizes_bytes)
+        planes = declared.planes
+        extents = books.buffer.take(ranks, planes, num_tokens)
+        if extents is None:
+            sizes_bytes = planes.sizes_bytes(num_tokens)
+            refusal = self._make_room(ranks, sizes_bytes, event.slab_handle)
+            if refusal is not None:
+                self._refuse(event, refusal, layout, len(ranks))
+                return
+            extents = books.buffer.allocate(ranks, sizes_bytes)
         session = Session(
             handle=event.slab_handle,
             key=key,
-            layout=layout,
+            planes=planes,
             num_tokens=num_tokens,
             token_start=token_start,
             token_digest=event.token_digest,
@@ -93,8 +93,7 @@ class Admission:
             told_conn_ids={PREPARER: event.conn_id},
             writer_id=event.writer_id,
             created_ns=event.at_ns,
-            state=State.RESERVED,
-            state_since_ns=event.at_ns,
+            state=RESERVED,
             peer=event.peer,
             owner=event.owner,
         )
@@ -125,14 +124,16 @@ class Admission:
                 resident_hint_tokens=hint_tokens,
                 layout=session.layout,
                 shards=tuple(
-                    e.ShardGrant(
-                        shard.rank,
-                        shard.extents,
-                        shard_plane_offsets_bytes(
-                            session.layout, session.num_tokens, shard.extents, books.buffer.alignment_bytes
-                        ),
-                    )
-                    for shard in session.shards.values()
+                    [
+                        e.ShardGrant(
+                            shard.rank,
+                            shard.extents,
+                            session.planes.offsets_bytes(
+                                session.num_tokens, shard.extents, books.buffer.alignment_bytes
+                            ),
+                        )
+                        for shard in session.shards.values()
+                    ]
                 ),
                 deadline_ns=session.deadline_ns,
             )
@@ -148,7 +149,7 @@ class Admission:
                 slab_handle=session.handle,
                 from_state="",
                 to_state=session.state,
-                reason=Reason.OK,
+                reason=OK,
                 num_tokens=session.num_tokens,
                 token_start=session.token_start,
                 bytes=session.total_bytes,
@@ -171,7 +172,12 @@ class Admission:
 
     def _check_numbers(self, event: e.PrepareAsked, ranks: tuple[int, ...]) -> e.Refused | None:
         settings = self._books.settings
-        if not event.session_id or len(event.session_id.encode()) > settings.session_id_bytes_max:
+        # A session id that is short in characters needs no count of its bytes: one takes four at most.
+        name = event.session_id
+        if not name or (
+            4 * len(name) > settings.session_id_bytes_max
+            and len(name.encode()) > settings.session_id_bytes_max
+        ):
             detail = f"session_id must have 1 to {settings.session_id_bytes_max} bytes"
         elif event.num_tokens < 1:
             detail = f"num_tokens is {event.num_tokens}; it must be at least 1"
@@ -182,10 +188,14 @@ class Admission:
             detail = f"the snapshot ends at token {end_tokens}; num_tokens_max is {settings.num_tokens_max}"
         elif len(event.page_keys) > settings.page_keys_max:
             detail = f"{len(event.page_keys)} page keys; page_keys_max is {settings.page_keys_max}"
-        elif max(map(len, (event.token_digest, *event.page_keys))) > DIGEST_CHARS_MAX:
+        elif len(event.token_digest) > DIGEST_CHARS_MAX or (
+            event.page_keys and max(map(len, event.page_keys)) > DIGEST_CHARS_MAX
+        ):
             # An attempt keeps these for as long as it is remembered.
             detail = f"token_digest or a page key is longer than {DIGEST_CHARS_MAX} characters"
-        elif len(set(ranks)) != len(ranks) or not set(ranks) <= set(self._books.buffer.arenas):
+        elif event.ranks and (
+            len(set(ranks)) != len(ranks) or not set(ranks) <= self._books.buffer.arenas.keys()
+        ):
             detail = f"ranks {list(ranks)} are not distinct ranks out of {list(self._books.buffer.ranks)}"
         elif (
             self._books.find(event.slab_handle) is not None
@@ -209,7 +219,7 @@ class Admission:
         return e.Refused(
             Reason.LAYOUT_MISMATCH,
             f"rank {missing} has not declared the layout {name!r}; {said}",
-            0 if known[missing] else RETRY_AFTER_MS_MAX,
+            0 if known[missing] else self._books.settings.retry_after_ms_max,
         )
 
     @staticmethod
@@ -232,12 +242,10 @@ class Admission:
         A hint that covers the whole snapshot is of another history of the session: it is not used.
         """
         hint_tokens = self._books.directory.hint_tokens(key)
-        usable_tokens = align_down(hint_tokens, layout.page_size_tokens)
-        if (
-            event.use_resident_hint
-            and event.token_start < usable_tokens < event.token_start + event.num_tokens
-        ):
-            return usable_tokens, hint_tokens
+        if event.use_resident_hint:
+            usable_tokens = align_down(hint_tokens, layout.page_size_tokens)
+            if event.token_start < usable_tokens < event.token_start + event.num_tokens:
+                return usable_tokens, hint_tokens
         return event.token_start, hint_tokens
 
     def _make_room(
@@ -245,8 +253,6 @@ class Admission:
     ) -> e.Refused | None:
         """Evict what must go, if that can make room at all; otherwise refuse and evict nothing."""
         books = self._books
-        if books.buffer.could_fit(ranks, sizes_bytes):
-            return None
         if not books.buffer.fits_ever(ranks, sizes_bytes):
             need_bytes = sum(sizes_bytes)
             return e.Refused(Reason.TOO_LARGE, f"{need_bytes} bytes a rank would not fit an empty arena")
@@ -279,7 +285,7 @@ class Admission:
         """Return when to try again: about when the next quarantine ends, within bounds."""
         first_ns = self._books.buffer.first_release_ns()
         wait_ms = RETRY_AFTER_MS_MIN * 5 if first_ns is None else (first_ns - self._out.now_ns) // NS_PER_MS
-        return max(RETRY_AFTER_MS_MIN, min(RETRY_AFTER_MS_MAX, wait_ms))
+        return max(RETRY_AFTER_MS_MIN, min(self._books.settings.retry_after_ms_max, wait_ms))
 
     def _refuse(
         self, event: e.PrepareAsked, refusal: e.Refused, layout: Layout | None, num_ranks: int

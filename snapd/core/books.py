@@ -2,16 +2,20 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from typing import Final
 
 from snapd.core import events as e
+from snapd.core.attempt import Session
 from snapd.core.buffer import Buffer
 from snapd.core.directory import Directory
 from snapd.core.events import State
 from snapd.core.eviction import Snapshot, VictimOrder, victim_order
 from snapd.core.records import Record
-from snapd.core.session import Session, Settings
+from snapd.core.session import Settings
 from snapd.core.slab import SlabAllocator
 from snapd.errors import Reason
+
+_EVICTED: Final = Reason.EVICTED
 
 
 class Outbox:
@@ -41,7 +45,8 @@ class Outbox:
 
     def reply(self, result: e.Result, cause_id: int | None = None) -> None:
         """Answer the request behind the event, or an earlier one that was kept waiting."""
-        cause_id = self.cause_id if cause_id is None else cause_id
+        if cause_id is None:
+            cause_id = self.cause_id
         if cause_id:
             self._out.append(e.Replied(cause_id, result))
 
@@ -107,7 +112,8 @@ class Books:
 
     def find(self, handle: int) -> Session | None:
         """Return the attempt, open or remembered."""
-        return self.open.get(handle) or self.ended.get(handle)
+        session = self.open.get(handle)
+        return self.ended.get(handle) if session is None else session
 
     def begin(self, session: Session) -> None:
         """Enter a new attempt."""
@@ -139,7 +145,8 @@ class Books:
     def add_ready(self, session: Session) -> None:
         """The attempt became READY, which counts as use."""
         bytes_by_rank = {
-            rank: sum(extent.size_bytes for extent in shard.extents) for rank, shard in session.shards.items()
+            rank: sum([extent.size_bytes for extent in shard.extents])
+            for rank, shard in session.shards.items()
         }
         snapshot = Snapshot(session.key, session.token_start, session.num_tokens, bytes_by_rank)
         self.victims.insert(session.handle, snapshot)
@@ -160,7 +167,7 @@ class Books:
 
     def forget(self, session: Session) -> None:
         """The attempt has ended."""
-        self.victims.discard(session.handle, evicted=session.reason is Reason.EVICTED)
+        self.victims.discard(session.handle, evicted=session.reason is _EVICTED)
         self.undrained.discard(session.handle)
 
     def forget_writer(self, writer_id: int, handle: int) -> None:

@@ -7,43 +7,18 @@ quarantined (nobody does, and nobody may reuse them yet). The three add up to th
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-import msgspec
-
-from snapd.core.events import State
-from snapd.core.records import QuarantineWhy, ReleaseWhy
-from snapd.core.session import ArenaView
-from snapd.core.slab import Extent, SlabAllocator
+from snapd.core.extent import Extent
+from snapd.core.planes import Planes
+from snapd.core.session import ArenaView, Quarantined
+from snapd.core.slab import SlabAllocator
 from snapd.errors import InvariantBroken
 from snapd.units import align_up
+
+__all__ = ["Buffer", "Quarantined"]
 
 PlaneSizes: TypeAlias = Sequence[int]
 # Victims that an eviction tries before it looks whether all of them would help.
 _TRIED_BLINDLY: Final = 64
-
-
-class Quarantined(msgspec.Struct, frozen=True):
-    """One rank's extents, kept back until *until_ns* or until a proof comes.
-
-    Attributes:
-        bytes: payload.
-        since_ns: when that began.
-        why: what may still touch them; see ``records.SlabQuarantined``.
-        lease_id: the lease under which they may still be read; 0: nobody reads.
-        writer_id: the process whose exit is drain proof; 0: there is no such process.
-        proof: of drain, if it came while somebody read still.
-        state: in which the attempt ended.
-    """
-
-    session_id: str
-    bytes: int
-    extents: tuple[Extent, ...]
-    since_ns: int
-    until_ns: int
-    why: QuarantineWhy
-    lease_id: int = 0
-    writer_id: int = 0
-    proof: ReleaseWhy | None = None
-    state: State = State.ABORTED
 
 
 class Buffer:
@@ -57,11 +32,8 @@ class Buffer:
         self.quarantine: dict[int, dict[int, Quarantined]] = {}
         self.num_quarantined = 0  # shards
         self._quarantined_bytes = dict.fromkeys(self.arenas, 0)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that have an arena, in order."""
-        return tuple(self.arenas)
+        # The ranks that have an arena, in order.
+        self.ranks: Final = tuple(self.arenas)
 
     def fits_ever(self, ranks: Iterable[int], plane_sizes_bytes: PlaneSizes) -> bool:
         """Return whether empty arenas could take the slab."""
@@ -69,7 +41,22 @@ class Buffer:
 
     def could_fit(self, ranks: Iterable[int], plane_sizes_bytes: PlaneSizes) -> bool:
         """Return whether every arena of *ranks* has room now."""
-        return all(self.arenas[rank].could_fit(plane_sizes_bytes) for rank in ranks)
+        for rank in ranks:  # noqa: SIM110 - at every prepare, and a generator takes longer
+            if not self.arenas[rank].could_fit(plane_sizes_bytes):
+                return False
+        return True
+
+    def take(
+        self, ranks: tuple[int, ...], planes: Planes, num_tokens: int
+    ) -> dict[int, tuple[Extent, ...]] | None:
+        """Take a slab in every arena of *ranks*; None: one has no room now, and nothing changed."""
+        if len(ranks) == 1 and planes.even_bytes:
+            # The usual case: one arena need not be asked first, and the planes need not be looked at.
+            arena = self.arenas[ranks[0]]
+            extents = arena.allocate_even(planes.even_bytes * num_tokens, planes.num_planes)
+            return None if extents is None else {ranks[0]: extents}
+        plane_sizes_bytes = planes.sizes_bytes(num_tokens)
+        return self.allocate(ranks, plane_sizes_bytes) if self.could_fit(ranks, plane_sizes_bytes) else None
 
     def allocate(self, ranks: Iterable[int], plane_sizes_bytes: PlaneSizes) -> dict[int, tuple[Extent, ...]]:
         """Take a slab in every arena of *ranks*. Ask ``could_fit`` first.

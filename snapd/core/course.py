@@ -9,16 +9,18 @@ from typing import Final
 
 from snapd.core import events as e
 from snapd.core import records as r
+from snapd.core.attempt import Lease, Session, Shard, transfer_time_ns
 from snapd.core.books import Books
-from snapd.core.events import FINAL_STATES, State
+from snapd.core.events import FINAL_STATES, INGESTED, OK, READY, RESERVED, TRANSFERRING, State
 from snapd.core.fsm import STATE_TIMER
 from snapd.core.quarantine import Quarantine
-from snapd.core.session import Lease, Session, Shard, transfer_time_ns
 from snapd.errors import InvariantBroken, Reason
 from snapd.units import NS_PER_MS, ms_to_ns
 
 # Start, fail, abort, drained, a commit and some rounds of votes.
 ANSWERS_MAX_PER_RANK: Final = 32
+_STATE_TIMER: Final = e.TimerKind.STATE
+_LEASE_TIMER: Final = e.TimerKind.LEASE
 
 
 def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
@@ -27,8 +29,7 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
         case e.TransferStarted():
             return ("start",)
         case e.RankCommitted():
-            # Without `drained`: what the first one said of it holds, until a proof comes.
-            return ("commit", event.rank, event.num_bytes, event.num_tokens, _digest(event.checksums))
+            return commit_key(event, e.pack_checksums(event.checksums))
         case e.TransferFailed():
             return ("fail", event.rank, event.reason)
         case e.AbortAsked():
@@ -44,9 +45,14 @@ def repeat_key(event: e.SessionEvent) -> tuple[object, ...] | None:
     return None
 
 
-def _digest(checksums: e.PlaneChecksums) -> bytes:
+def commit_key(event: e.RankCommitted, packed_checksums: bytes) -> tuple[object, ...]:
+    """Return what a commit and its exact repeat share.
+
+    Without ``drained``: what the first one said of it holds, until a proof comes.
+    """
     # The history holds very many keys, and the sums of one commit can take 13 KB.
-    return hashlib.blake2b(e.pack_checksums(checksums), digest_size=16).digest()
+    digest = hashlib.blake2b(packed_checksums, digest_size=16).digest()
+    return ("commit", event.rank, event.num_bytes, event.num_tokens, digest)
 
 
 def _yes_key(rank: int, lease_id: int) -> tuple[object, ...]:
@@ -79,15 +85,17 @@ class Course:
         """
         if state not in self.allowed or session.state in FINAL_STATES:
             raise InvariantBroken(f"attempt {session.handle} may not go from {session.state} to {state}")
-        now_ns = self._out.now_ns
+        out = self._out
+        now_ns = out.now_ns
+        from_state = session.state
         spent_ns = now_ns - session.state_since_ns
-        self._out.record(
+        out.record(
             r.SessionTransition(
                 at_ns=now_ns,
-                cause_id=self._out.cause_id,
+                cause_id=out.cause_id,
                 session_id=session.session_id,
                 slab_handle=session.handle,
-                from_state=session.state,
+                from_state=from_state,
                 to_state=state,
                 reason=reason,
                 num_tokens=session.num_tokens,
@@ -97,9 +105,10 @@ class Course:
                 newer_handle=session.newer_handle,
             )
         )
-        session.spent_ns[session.state] = spent_ns
-        self._books.num_by_state[session.state] -= 1
-        self._books.num_by_state[state] += 1
+        session.spent_ns[from_state] = spent_ns
+        num_by_state = self._books.num_by_state
+        num_by_state[from_state] -= 1
+        num_by_state[state] += 1
         session.state = state
         session.reason = reason
         self.start_clock(session)
@@ -108,25 +117,25 @@ class Course:
         """Start the clock of the state just entered; a final state has none."""
         now_ns = self._out.now_ns
         settings = self._books.settings
+        state = session.state
         session.state_since_ns = now_ns
-        match session.state:
-            case State.RESERVED:
-                session.deadline_ns = now_ns + ms_to_ns(settings.reserve_timeout_ms)
-            case State.TRANSFERRING:
-                bytes_ns = transfer_time_ns(session.total_bytes, settings.transfer_min_mb_per_s)
-                session.deadline_ns = now_ns + ms_to_ns(settings.transfer_timeout_ms) + bytes_ns
-            case State.READY:
-                session.deadline_ns = now_ns + ms_to_ns(settings.ready_ttl_ms)
-            case _:
-                session.deadline_ns = 0
-                self._out.cancel((e.TimerKind.STATE, session.handle, 0))
-                return
+        if state is RESERVED:
+            session.deadline_ns = now_ns + ms_to_ns(settings.reserve_timeout_ms)
+        elif state is TRANSFERRING:
+            bytes_ns = transfer_time_ns(session.total_bytes, settings.transfer_min_mb_per_s)
+            session.deadline_ns = now_ns + ms_to_ns(settings.transfer_timeout_ms) + bytes_ns
+        elif state is READY:
+            session.deadline_ns = now_ns + ms_to_ns(settings.ready_ttl_ms)
+        else:
+            session.deadline_ns = 0
+            self._out.cancel((_STATE_TIMER, session.handle, 0))
+            return
         self._arm_state(session)
 
     def _arm_state(self, session: Session) -> None:
         timer = STATE_TIMER[session.state]
         self._out.arm(
-            (e.TimerKind.STATE, session.handle, 0),
+            (_STATE_TIMER, session.handle, 0),
             timer(at_ns=0, slab_handle=session.handle, deadline_ns=session.deadline_ns),
         )
 
@@ -182,22 +191,22 @@ class Course:
     def _record_outcome(self, session: Session) -> None:
         self._books.outcomes[session.reason] += 1
         now_ns = self._out.now_ns
-        spent_ms = {state: ns / NS_PER_MS for state, ns in session.spent_ns.items()}
+        spent_ns = session.spent_ns
         self._out.record(
             r.SyncOutcome(
                 at_ns=now_ns,
                 cause_id=self._out.cause_id,
                 session_id=session.session_id,
                 slab_handle=session.handle,
-                ok=session.state is State.INGESTED,
+                ok=session.state is INGESTED,
                 reason=session.reason,
                 num_tokens=session.num_tokens,
                 token_start=session.token_start,
                 bytes=session.total_bytes,
                 duration_ms=(now_ns - session.created_ns) / NS_PER_MS,
-                reserved_ms=spent_ms.get(State.RESERVED, 0.0),
-                transferring_ms=spent_ms.get(State.TRANSFERRING, 0.0),
-                ready_ms=spent_ms.get(State.READY, 0.0),
+                reserved_ms=spent_ns.get(RESERVED, 0) / NS_PER_MS,
+                transferring_ms=spent_ns.get(TRANSFERRING, 0) / NS_PER_MS,
+                ready_ms=spent_ns.get(READY, 0) / NS_PER_MS,
                 ranks=tuple(session.shards),
                 peer=session.peer,
             )
@@ -215,8 +224,8 @@ class Course:
         lease = shard.lease
         assert lease is not None
         shard.lease = None
-        is_ok = reason is Reason.OK
-        self._out.cancel((e.TimerKind.LEASE, session.handle, shard.rank))
+        is_ok = reason is OK
+        self._out.cancel((_LEASE_TIMER, session.handle, shard.rank))
         self._out.record(
             r.LeaseEnded(
                 at_ns=self._out.now_ns,

@@ -6,22 +6,28 @@ the least recently used going first.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from snapd.core.session import Session
+from snapd.core.attempt import Session
+from snapd.core.planes import Planes
 from snapd.errors import InvariantBroken
 from snapd.layout import Layout
 
 Key: TypeAlias = tuple[str, str]
 
 
-@dataclass(slots=True)
 class DeclaredLayout:
-    """A layout, and the ranks whose kv_pool has it."""
+    """A layout, what its planes take, and the ranks whose kv_pool has it."""
 
-    layout: Layout
-    ranks: set[int] = field(default_factory=set)
+    __slots__ = ("layout", "planes", "ranks")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.planes = Planes(layout)
+        self.ranks: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"DeclaredLayout({self.layout!r}, {self.ranks!r})"
 
 
 class Directory:
@@ -40,7 +46,9 @@ class Directory:
 
     def declare(self, layout_fingerprint: str, layout: Layout, rank: int) -> None:
         """Remember that *rank* has this layout."""
-        declared = self.layouts.setdefault(layout_fingerprint, DeclaredLayout(layout))
+        declared = self.layouts.get(layout_fingerprint)
+        if declared is None:
+            declared = self.layouts[layout_fingerprint] = DeclaredLayout(layout)
         declared.ranks.add(rank)
         self.layouts.move_to_end(layout_fingerprint)
         while len(self.layouts) > self._layouts_max:
@@ -110,9 +118,11 @@ class Directory:
 
     def remove(self, session: Session) -> None:
         """The attempt has ended."""
-        for table in (self._writing, self._ready):
-            if table.get(session.key) == session.handle:
-                del table[session.key]
+        key, handle = session.key, session.handle
+        if self._writing.get(key) == handle:
+            del self._writing[key]
+        if self._ready.get(key) == handle:
+            del self._ready[key]
         for page_key in session.page_keys:
             holders = self._by_page.get((session.key[0], page_key))
             if holders is not None and holders.pop(session.handle, 0) is None and not holders:

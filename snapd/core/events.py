@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from snapd.core.extent import Extent
 from snapd.core.records import Record
-from snapd.core.slab import Extent
 from snapd.errors import Reason
 from snapd.layout import Layout
 
@@ -43,6 +43,13 @@ class State(enum.StrEnum):
 
 
 FINAL_STATES: Final = frozenset({State.INGESTED, State.ABORTED})
+# For what is done at every request: Python 3.11 takes long to look a member up in its class.
+RESERVED: Final = State.RESERVED
+TRANSFERRING: Final = State.TRANSFERRING
+READY: Final = State.READY
+INGESTED: Final = State.INGESTED
+ABORTED: Final = State.ABORTED
+OK: Final = Reason.OK
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

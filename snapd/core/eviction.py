@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from sortedcontainers import SortedList
 
+from snapd.compiling import mypyc_attr
 from snapd.errors import InvariantBroken
 
 PolicyName: TypeAlias = Literal["lru", "gdsf", "lfuda", "sieve"]
@@ -90,6 +91,7 @@ class VictimOrder(Protocol):
         """
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class _Order(ABC):
     """Who is known, who is a candidate, and the exact sum of their bytes per rank."""
 
@@ -169,6 +171,7 @@ class _Order(ABC):
         """Make a candidate none."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LruOrder(_Order):
     """Least recently used first; coming back from a lease is use as well. Every operation is O(ranks).
 
@@ -203,6 +206,7 @@ class LruOrder(_Order):
         del self._candidates[handle]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RankedOrder(_Order):
     """Candidates by a rank that each snapshot has, lowest first; equal ones least recently used first.
 
@@ -249,7 +253,8 @@ class RankedOrder(_Order):
 
     def victims(self) -> Iterator[int]:
         """See :class:`VictimOrder`."""
-        return (handle for _, handle in self._by_rank)
+        for _, handle in self._by_rank:
+            yield handle
 
     def __contains__(self, handle: object) -> bool:
         return handle in self._candidates
@@ -274,6 +279,7 @@ class RankedOrder(_Order):
             raise InvariantBroken("the candidates are not in the order of their ranks")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LfudaOrder(RankedOrder):
     """Least frequently used first, with dynamic ageing: rank = age + uses, age = rank of the last victim.
 

@@ -8,10 +8,11 @@ from typing import Final
 
 from snapd.core import events as e
 from snapd.core import records as r
-from snapd.core.course import Course, repeat_key
-from snapd.core.events import State
+from snapd.core.attempt import Lease, Session, Shard
+from snapd.core.course import Course, commit_key, repeat_key
+from snapd.core.events import ABORTED, INGESTED, OK, READY, RESERVED, TRANSFERRING, State
 from snapd.core.fsm import NEVER_KEPT, STATE_TIMER_REASON, TRANSFER_FAILED_REASONS, VOTE_NO_REASONS
-from snapd.core.session import STARTER, Lease, Session, Shard, shard_plane_offsets_bytes
+from snapd.core.session import STARTER
 from snapd.errors import Reason
 from snapd.units import ms_to_ns
 
@@ -27,7 +28,7 @@ class Lives(Course):
     def start_transfer(self, session: Session, event: e.TransferStarted) -> None:
         """RESERVED: D is about to write."""
         session.told_conn_ids[STARTER] = event.conn_id
-        self._enter(session, State.TRANSFERRING, Reason.OK)
+        self._enter(session, TRANSFERRING, OK)
         # Not kept for a repeat: once the attempt has ended, "go ahead" would be wrong.
         self._out.reply(e.Accepted(session.state))
 
@@ -40,10 +41,10 @@ class Lives(Course):
         if shard.is_committed:
             self._repeat(session, event, f"rank {event.rank} has committed other figures")
             return
-        if len(event.checksums) != session.layout.num_planes:
+        num_planes = session.planes.num_planes
+        if len(event.checksums) != num_planes:
             self._out.refuse(
-                Reason.INVALID_REQUEST,
-                f"{len(event.checksums)} checksums for {session.layout.num_planes} planes",
+                Reason.INVALID_REQUEST, f"{len(event.checksums)} checksums for {num_planes} planes"
             )
             return
         session.told_conn_ids[event.rank] = event.conn_id
@@ -52,23 +53,26 @@ class Lives(Course):
                 f"committed {event.num_tokens} tokens, {event.num_bytes} bytes; "
                 f"granted {session.num_tokens} tokens, {session.shard_bytes} bytes"
             )
-            self._end(session, State.ABORTED, Reason.PARTIAL_TRANSFER)
+            self._end(session, ABORTED, Reason.PARTIAL_TRANSFER)
             self._answer(session, event, e.Refused(Reason.PARTIAL_TRANSFER, detail))
             return
-        if session.state is State.RESERVED:
-            self._enter(session, State.TRANSFERRING, Reason.OK)
+        if session.state is RESERVED:
+            self._enter(session, TRANSFERRING, OK)
         shard.is_committed = True
         shard.is_drained = event.drained
-        shard.packed_checksums = e.pack_checksums(event.checksums)
+        packed_checksums = e.pack_checksums(event.checksums)
+        shard.packed_checksums = packed_checksums
         self._books.bytes_committed += session.shard_bytes
-        if all(other.is_committed for other in session.shards.values()):
+        if _is_committed(session):
             self._make_ready(session)
-        self._answer(session, event, e.Accepted(session.state))
+        accepted = e.Accepted(session.state)
+        self._remember(session, commit_key(event, packed_checksums), accepted)
+        self._out.reply(accepted)
 
     def _make_ready(self, session: Session) -> None:
         directory = self._books.directory
         older = directory.ready(session.key)
-        self._enter(session, State.READY, Reason.OK)
+        self._enter(session, READY, OK)
         directory.make_ready(session)
         self._books.add_ready(session)
         if older is not None:
@@ -83,13 +87,13 @@ class Lives(Course):
             self._out.refuse(Reason.WRONG_RANK, f"the attempt has ranks {sorted(session.shards)}")
             return
         drained_ranks = [event.rank] if event.rank is not None else list(session.shards)
-        self._end(session, State.ABORTED, event.reason, drained_ranks if event.drained else ())
+        self._end(session, ABORTED, event.reason, drained_ranks if event.drained else ())
         self._answer(session, event, e.Accepted(session.state))
 
     def lose_writer(self, session: Session, event: e.WriterExited) -> None:
         """RESERVED, TRANSFERRING: the process that was writing is gone, and begins no write any more."""
         drained_ranks = tuple(session.shards) if event.drained else ()
-        self._end(session, State.ABORTED, Reason.WRITER_GONE, drained_ranks, "writer-gone")
+        self._end(session, ABORTED, Reason.WRITER_GONE, drained_ranks, "writer-gone")
 
     def note_exit(self, session: Session, event: e.WriterExited) -> None:
         """READY: the process that wrote it is gone."""
@@ -161,8 +165,8 @@ class Lives(Course):
                 shard=e.ShardGrant(
                     shard.rank,
                     shard.extents,
-                    shard_plane_offsets_bytes(
-                        session.layout, session.num_tokens, shard.extents, self._books.buffer.alignment_bytes
+                    session.planes.offsets_bytes(
+                        session.num_tokens, shard.extents, self._books.buffer.alignment_bytes
                     ),
                 ),
             )
@@ -200,10 +204,7 @@ class Lives(Course):
     def count_vote(self, session: Session, event: e.VoteCast) -> None:
         """READY: a rank has read. One "no" is "abort" for all; every "ok" together is "commit"."""
         shard = session.shards.get(event.rank)
-        if shard is None or any(
-            other.lease is not None and other.lease.lease_id == event.lease_id and other is not shard
-            for other in session.shards.values()
-        ):
+        if shard is None or _is_lease_of_another(session, shard, event.lease_id):
             self._out.refuse(Reason.WRONG_RANK, f"lease {event.lease_id} is not one of rank {event.rank}")
             return
         if not event.ok and event.reason not in VOTE_NO_REASONS:
@@ -245,11 +246,10 @@ class Lives(Course):
 
     def _count_yes(self, session: Session, lease: Lease) -> None:
         lease.waiting.append(self._out.cause_id)
-        leases = [shard.lease for shard in session.shards.values()]
-        if all(other is not None and other.has_voted and other.round == session.round for other in leases):
+        if _have_all_voted(session):
             self._books.directory.set_hint(session.key, session.end_tokens)
             self._books.bytes_ingested += session.total_bytes
-            self._end(session, State.INGESTED, Reason.OK)
+            self._end(session, INGESTED, OK)
 
     def _leave_round(self, session: Session, event: e.VoteCast, reason: Reason) -> None:
         decided = e.Decided(commit=False, reason=reason, state=self._state_to_come(session))
@@ -259,7 +259,7 @@ class Lives(Course):
     def _count_last_no(self, session: Session, shard: Shard, event: e.VoteCast) -> None:
         self._end_lease(session, shard, event.reason)
         corrupt_rank = shard.rank if event.reason is Reason.CHECKSUM_MISMATCH else None
-        self._end(session, State.ABORTED, event.reason, corrupt_rank=corrupt_rank)
+        self._end(session, ABORTED, event.reason, corrupt_rank=corrupt_rank)
         self._answer(session, event, e.Decided(commit=False, reason=event.reason, state=session.state))
 
     def revoke_lease(self, session: Session, event: e.LeaseTimedOut) -> None:
@@ -299,16 +299,18 @@ class Lives(Course):
     @staticmethod
     def _state_to_come(session: Session) -> State:
         """Return the state once the round is over: a wanted abort takes effect when nobody reads."""
+        if session.abort_wanted is None:
+            return session.state
         leases = [shard.lease for shard in session.shards.values()]
         is_read = any(lease is not None and not lease.has_voted for lease in leases)
-        return session.state if session.abort_wanted is None or is_read else State.ABORTED
+        return session.state if is_read else ABORTED
 
     def _settle(self, session: Session) -> None:
         """A lease has ended: do what waited for it, or let the snapshot be evictable again."""
-        if session.state is not State.READY or session.is_leased:
+        if session.state is not READY or session.is_leased:
             return
         if session.abort_wanted is not None:
-            self._end(session, State.ABORTED, session.abort_wanted)
+            self._end(session, ABORTED, session.abort_wanted)
         else:
             self._books.offer(session)
 
@@ -343,12 +345,12 @@ class Lives(Course):
     def evict(self, session: Session, event: e.VictimChosen) -> None:
         """READY: makes room for another."""
         del event
-        self._end(session, State.ABORTED, Reason.EVICTED)
+        self._end(session, ABORTED, Reason.EVICTED)
 
     def stop(self, session: Session, event: e.DaemonStopping) -> None:
         """The daemon is about to exit; no lease holds it up."""
         del event
-        self._end(session, State.ABORTED, Reason.DAEMON_STOPPED)
+        self._end(session, ABORTED, Reason.DAEMON_STOPPED)
 
     def _end_when_unleased(
         self, session: Session, reason: Reason, drained_ranks: tuple[int, ...] = ()
@@ -358,5 +360,34 @@ class Lives(Course):
             self._note_proof(session, drained_ranks)
             session.abort_wanted = session.abort_wanted or reason
             return True
-        self._end(session, State.ABORTED, reason, drained_ranks)
+        self._end(session, ABORTED, reason, drained_ranks)
         return False
+
+
+# Loops and not generators: these are asked for every commit and vote.
+
+
+def _is_committed(session: Session) -> bool:
+    """Return whether every rank has committed."""
+    for shard in session.shards.values():  # noqa: SIM110
+        if not shard.is_committed:
+            return False
+    return True
+
+
+def _have_all_voted(session: Session) -> bool:
+    """Return whether every rank has voted in the present round."""
+    for shard in session.shards.values():
+        lease = shard.lease
+        if lease is None or not lease.waiting or lease.round != session.round:
+            return False
+    return True
+
+
+def _is_lease_of_another(session: Session, shard: Shard, lease_id: int) -> bool:
+    """Return whether the lease is one of another rank."""
+    for other in session.shards.values():
+        lease = other.lease
+        if lease is not None and lease.lease_id == lease_id and other is not shard:
+            return True
+    return False

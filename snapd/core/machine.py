@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, Final
 
+from snapd.compiling import mypyc_attr
 from snapd.core import events as e
 from snapd.core.admission import Admission
 from snapd.core.books import Books
@@ -31,6 +32,7 @@ _ACTIONS: Final[dict[str, Callable[..., None]]] = {
 }
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Machine:
     """Every attempt of one epoch, and the only place where one changes its state.
 
@@ -178,7 +180,7 @@ class Machine:
             return [], total
         found: Iterable[Session] = chain(*tables)
         if total < sum(map(len, tables)):
-            found = (session for session in found if session.state in states)
+            found = _in_states(found, states)
         return list(islice(found, offset, offset + limit)), total
 
     @property
@@ -265,6 +267,13 @@ class Machine:
                 raise InvariantBroken(f"writer {writer_id} is kept for attempts that are over")
         if Counter(session.state for session in self.sessions()) != Counter(books.num_by_state):
             raise InvariantBroken("the number of attempts in each state is wrong")
+
+
+def _in_states(sessions: Iterable[Session], states: Collection[State]) -> Iterator[Session]:
+    """Yield those that are in one of these states, looking at no more than are wanted."""
+    for session in sessions:
+        if session.state in states:
+            yield session
 
 
 def _check_open(handle: int, session: Session, ranks: tuple[int, ...]) -> None:

@@ -9,12 +9,12 @@ import msgspec
 
 from snapd.core import events as e
 from snapd.core import records as r
+from snapd.core.attempt import Lease, Session
 from snapd.core.books import Books
-from snapd.core.buffer import Quarantined
 from snapd.core.events import State
+from snapd.core.extent import Extent
 from snapd.core.fsm import HEARD_BY_QUARANTINE
-from snapd.core.session import Lease, Session
-from snapd.core.slab import Extent
+from snapd.core.session import Quarantined
 from snapd.units import NS_PER_MS, ms_to_ns
 
 

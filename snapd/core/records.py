@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from snapd.core.slab import Extent
+from snapd.core.extent import Extent
 from snapd.errors import Reason
 
 QuarantineWhy: TypeAlias = Literal["undrained", "leased", "corrupt"]

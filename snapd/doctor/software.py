@@ -10,6 +10,7 @@ import sys
 from typing import Final
 
 from snapd import __version__
+from snapd.compiling import described, is_compiled
 from snapd.doctor.finding import SHM, Finding
 from snapd.peers import SO_PEERPIDFD
 
@@ -28,7 +29,8 @@ def check_snapd() -> Finding:
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-    return Finding(group=GROUP, name="snapd", status="ok", detail=f"{__version__} with {', '.join(found)}")
+    version = described(__version__, is_compiled())
+    return Finding(group=GROUP, name="snapd", status="ok", detail=f"{version} with {', '.join(found)}")
 
 
 def check_python() -> Finding:

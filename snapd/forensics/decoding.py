@@ -164,6 +164,7 @@ OLD_KIND: Final = _simple_kind(
     {"ts": float, "event": str, "session_id": str, "ok": bool, "reason": str, "bytes": int, "num_tokens": int,
      "duration_ms": float},
 )  # fmt: skip
+_OURS: Final = frozenset({"at_ns", "seq", "epoch"})
 _HEADER_NAMES: Final = frozenset(field.name for field in msgspec.structs.fields(Header))
 assert {Extent, ArenaInfo}, "what the JSON columns are made of"
 
@@ -198,6 +199,17 @@ def read_slowly(raw: bytes) -> Slow:
         return Unreadable("too many brackets inside each other")
     except msgspec.DecodeError as error:
         return Unreadable(str(error)[:_WHY_CHARS_MAX])
+
+
+def older_reason(raw: bytes) -> str:
+    """Return how an attempt ended that a line of the design before snapd tells of; empty: it is no such line.
+
+    A line that has what only snapd's header has is none, however damaged.
+    """
+    row = read_slowly(raw)
+    if isinstance(row, Unreadable) or row.kind is not OLD_KIND or _OURS & _object(raw).keys():
+        return ""
+    return str(row.value.reason)
 
 
 def _object(raw: bytes) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from snapd.core import records as r
+from snapd.errors import Reason
 from snapd.forensics import rules
 from snapd.forensics.epochstate import EpochState, K, is_equal_ms
 from snapd.forensics.memory import Attempt
@@ -48,6 +49,10 @@ class EpochProof(SlabProof):
 
     def feed(self, handler: Handler, record: r.Record, where: Where) -> None:
         """Take the next record, by the one of ``handlers`` that is for its kind."""
+        if type(record) is r.DaemonStopped and record.reason == Reason.INTERNAL_ERROR:
+            # What the bug has cut off need not be whole: the next start closes it.
+            self._blocks.clear()
+            self._refused = None
         if record.at_ns != self.at_ns:
             self.advance(record.at_ns, where)
         if self._refused is not None and handler != self.outcome:
@@ -255,7 +260,7 @@ class EpochProof(SlabProof):
         """The last line. An orderly stop has ended every attempt before."""
         self.is_stopped = True
         self.stopped = where
-        if record.reason == "internal-error":
+        if record.reason == Reason.INTERNAL_ERROR:
             return
         self.is_stopped_in_order = True
         for attempt in self.open.values():

@@ -18,6 +18,7 @@ from snapd.core import records as r
 from snapd.core.slab import Extent
 from snapd.eventlog import AnyLine, Header, Line, TornLine
 from snapd.forensics import rules
+from snapd.forensics.decoding import older_reason
 from snapd.forensics.epochproof import EpochProof, check_outcome, check_same
 from snapd.forensics.epochstate import NS_PER_MS
 from snapd.forensics.memory import Attempt
@@ -41,6 +42,9 @@ __all__ = [
 OVERDUE_GRACE_MS: Final = 10_000
 EPOCHS_REMEMBERED_MAX: Final = 10_000
 UNREADABLE_KEPT_MAX: Final = 5
+# What an older log calls a reason may be any text.
+OLDER_REASONS_MAX: Final = 100
+OTHER_REASONS: Final = "(others)"
 _WHY_CHARS_MAX: Final = 200
 K = ViolationKind
 
@@ -101,6 +105,7 @@ class Proof:
         self._torn_lines = 0
         self._torn_run = 0  # torn lines that follow each other, the last of them as line _torn_at
         self._torn_at = 0
+        self._older: dict[str, int] = {}
         self._unread_lines = 0
         self._unreadable: list[UnreadLine] = []
         self._damage: list[str] = []
@@ -226,6 +231,7 @@ class Proof:
             unread_lines=self._unread_lines + self._torn_before(self._lines + 1),
             unreadable=tuple(self._unreadable),
             damage=tuple(self._damage),
+            older=dict(sorted(self._older.items())),
         )
 
     def books(self) -> Books:
@@ -259,6 +265,12 @@ class Proof:
     # --- what cannot be read -------------------------------------------------------------------
 
     def _take_torn(self, line: TornLine, where: Where) -> None:
+        if older := older_reason(line.raw):
+            # The file was that of the design before: its lines are whole, and tell of nothing that is proved.
+            if older not in self._older and len(self._older) >= OLDER_REASONS_MAX:
+                older = OTHER_REASONS
+            self._older[older] = self._older.get(older, 0) + 1
+            return
         self._torn_lines += 1
         self._torn_run = self._torn_run + 1 if self._torn_at == self._lines - 1 else 1
         self._torn_at = self._lines

@@ -197,6 +197,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         states: time in each state; empty for older logs.
         slowest: attempts that took longest, the longest first.
         pressure: arenas; None: the log has no slabs.
+        older_reasons, older_ok: of ``reasons`` and of ``ok``, what lines of the design before snapd say; what
+            is left is snapd's own.
     """
 
     schema: str = SCHEMA
@@ -218,6 +220,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     states: list[StateTimes]
     slowest: list[AttemptFacts]
     pressure: Pressure | None
+    older_reasons: dict[str, int] = {}
+    older_ok: int = 0
 
 
 def build_report(tables: LogTables, log: LogInput, *, top: int = TOP_DEFAULT) -> Report:
@@ -251,6 +255,10 @@ def build_report(tables: LogTables, log: LogInput, *, top: int = TOP_DEFAULT) ->
         states=_states(tables),
         slowest=slowest(tables, top),
         pressure=pressure(tables),
+        older_reasons=dict(
+            tables.rows("SELECT reason, count(*) FROM attempts WHERE is_older GROUP BY 1 ORDER BY 2 DESC, 1")
+        ),
+        older_ok=tables.value("SELECT count(*) FROM attempts WHERE is_older AND ok"),
     )
 
 

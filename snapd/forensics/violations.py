@@ -119,6 +119,8 @@ class ProofReport(msgspec.Struct, frozen=True, kw_only=True):
         lines: that were given, of any sort.
         unknown_lines: of a kind that this version does not know.
         torn_lines: cut off or damaged.
+        older: how attempts of the design before snapd ended, by reason: its lines may stand in the same
+            files. They are none of ``attempts`` and ``outcomes``, and nothing is proved of them.
         epochs: lives of the daemon.
         crashed_epochs: those that ended without being stopped in order, but for the last one.
         attempts: that began in these lines.
@@ -167,6 +169,7 @@ class ProofReport(msgspec.Struct, frozen=True, kw_only=True):
     unread_lines: int = 0
     unreadable: tuple[UnreadLine, ...] = ()
     damage: tuple[str, ...] = ()
+    older: dict[str, int] = {}
 
     @property
     def num_violations(self) -> int:

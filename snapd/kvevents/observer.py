@@ -129,9 +129,13 @@ class KVEvents:
         less = _Facts(said.token_start, b"", said.block_hashes)
         return less if less.block_hashes and self._has_room(less.num_bytes) else None
 
+    @property
+    def waiting_bytes(self) -> int:
+        """What waits to be published, and what attempts bring for it."""
+        return self._outlet.queued_bytes + self._facts_bytes
+
     def _has_room(self, num_bytes: int) -> bool:
-        waiting_bytes = self._outlet.queued_bytes + self._facts_bytes
-        return waiting_bytes + num_bytes <= self._config.kv_events_queue_bytes_max
+        return self.waiting_bytes + num_bytes <= self._config.kv_events_queue_bytes_max
 
     def _take_facts(self, handle: int) -> _Facts | None:
         facts = self._facts.pop(handle, None)

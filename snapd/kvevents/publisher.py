@@ -20,8 +20,6 @@ from snapd.units import MS_PER_S
 
 # Subscribers of a daemon that was here before come back within this: a SUB socket tries every 100 ms.
 SETTLE_S: Final = 1.0
-# For what was sent and has not left when the daemon ends.
-_LINGER_MS: Final = 500
 _REQUESTS_A_TURN: Final = 16
 # Identity, an empty frame, the first sequence number wanted.
 _REQUEST_FRAMES: Final = 3
@@ -39,6 +37,7 @@ class Publisher:
         data_parallel_rank: in every batch.
         buffer_batches: kept for replays.
         buffer_bytes_max: the same, in bytes.
+        linger_ms: for what was sent and has not left at the end.
         on_bug: told what nobody foresaw, from the thread; it has ended then.
 
     Attributes:
@@ -58,6 +57,7 @@ class Publisher:
         data_parallel_rank: int,
         buffer_batches: int,
         buffer_bytes_max: int,
+        linger_ms: int,
         on_bug: Callable[[BaseException], None],
         settle_s: float = SETTLE_S,
     ) -> None:
@@ -72,6 +72,7 @@ class Publisher:
         self._rank = data_parallel_rank
         self._buffer_batches = buffer_batches
         self._buffer_bytes_max = buffer_bytes_max
+        self._linger_ms = linger_ms
         self._on_bug = on_bug
         self._settle_s = settle_s
         self._queue: deque[Change] = deque()
@@ -88,6 +89,11 @@ class Publisher:
     def queued_bytes(self) -> int:
         """What waits to be sent, about."""
         return self._bytes_in - self._bytes_out
+
+    @property
+    def buffered_bytes(self) -> int:
+        """What is kept at present."""
+        return self._buffered_bytes
 
     def start(self) -> None:
         """Begin to send what is put."""
@@ -117,7 +123,7 @@ class Publisher:
         finally:
             for socket in (self._publish, self._replay):
                 if socket is not None:
-                    socket.close(linger=_LINGER_MS)
+                    socket.close(linger=self._linger_ms)
 
     def _serve(self) -> None:
         poller = zmq.Poller()

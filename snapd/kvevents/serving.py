@@ -57,6 +57,7 @@ class Stream:
             data_parallel_rank=config.kv_events_data_parallel_rank,
             buffer_batches=config.kv_events_buffer_batches,
             buffer_bytes_max=config.kv_events_buffer_bytes_max,
+            linger_ms=config.limits.kv_events_linger_ms,
             on_bug=self._on_bug,
         )
         self._observer: KVEvents | None = None
@@ -92,6 +93,16 @@ class Stream:
         finally:
             self._observer.stop()
             await self._loop.run_in_executor(None, self._publisher.close)
+
+    def usage(self) -> dict[str, int]:
+        """Return how much of its bounds is in use, by setting."""
+        assert self._observer is not None
+        return {
+            "kv_events_pages_max": self._observer.ledger.num_pages,
+            "kv_events_queue_bytes_max": self._observer.waiting_bytes,
+            "kv_events_buffer_batches": self._publisher.buffered_batches,
+            "kv_events_buffer_bytes_max": self._publisher.buffered_bytes,
+        }
 
     def statistics(self) -> w.KVEventStatistics:
         """Return how it fares."""

@@ -10,15 +10,13 @@ from typing import Final, cast
 
 import structlog
 
-from snapd.units import KIB
+from snapd.limits import Limits
+from snapd.units import KIB, MS_PER_S
 
 _log: Final = structlog.get_logger("snapd.metrics")
 PATH: Final = b"/metrics"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 HEAD_BYTES_MAX: Final = 8 * KIB
-# From the first byte to the last, in both directions.
-TIMEOUT_S: Final = 10.0
-CONNECTIONS_MAX: Final = 32
 _END_OF_HEAD: Final = (b"\r\n\r\n", b"\n\n")
 
 
@@ -27,20 +25,29 @@ class Endpoint:
 
     Attributes:
         connections: those that are open, oldest first.
+        connections_max: may be.
+        timeout_s: of a connection, from the first byte to the last, in both directions.
 
     Args:
         loop: the running loop.
         text: returns the body.
+        limits: of connections.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, text: Callable[[], bytes]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, text: Callable[[], bytes], limits: Limits) -> None:
         self.loop = loop
         self.text = text
+        self.connections_max = limits.metrics_connections_max
+        self.timeout_s = limits.metrics_timeout_ms / MS_PER_S
         self.connections: dict[Scraper, None] = {}
 
     def new_connection(self) -> "Scraper":
         """Return the protocol of a connection that is being accepted."""
         return Scraper(self)
+
+    def usage(self) -> dict[str, int]:
+        """Return how much of its bounds is in use, by setting."""
+        return {"limits.metrics_connections_max": len(self.connections)}
 
     def close(self) -> None:
         """Cut every connection off."""
@@ -61,9 +68,9 @@ class Scraper(asyncio.Protocol):
         """Wait for a request; when there are too many connections, the oldest goes."""
         # A transport of uvloop has the methods, and not the class.
         self._transport = cast("asyncio.Transport", transport)
-        self._deadline = self._endpoint.loop.call_later(TIMEOUT_S, self.abort)
+        self._deadline = self._endpoint.loop.call_later(self._endpoint.timeout_s, self.abort)
         connections = self._endpoint.connections
-        if len(connections) >= CONNECTIONS_MAX:
+        if len(connections) >= self._endpoint.connections_max:
             # Not the newest: idle connections must not lock the scraper out.
             next(iter(connections)).abort()
         connections[self] = None

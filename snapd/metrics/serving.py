@@ -82,8 +82,9 @@ class Metrics:
                 config=self._config,
             )
 
-        endpoint = Endpoint(loop, Exposition(look).text)
+        endpoint = Endpoint(loop, Exposition(look).text, self._config.limits)
         listener = await loop.create_server(endpoint.new_connection, sock=self._sock, backlog=_BACKLOG)
+        service.usages.append(endpoint.usage)
         self._announce()
         try:
             yield

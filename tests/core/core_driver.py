@@ -1,6 +1,7 @@
 """Drives a machine as a shell would, with a clock that moves only when told, and checks every step."""
 
 from collections.abc import Callable, Sequence
+from types import GetSetDescriptorType
 from typing import Any, TypeVar
 
 from log_checker import LogChecker
@@ -287,6 +288,16 @@ def refused(result: object, reason: Reason) -> bool:
     return isinstance(result, e.Refused) and result.reason is reason and bool(result.detail)
 
 
+def _fields(thing: object) -> dict[str, object]:
+    """Return what an object holds; compiled ones have no dict."""
+    if hasattr(thing, "__dict__"):
+        return vars(thing)
+    names = [
+        name for name in dir(thing) if isinstance(getattr(type(thing), name, None), GetSetDescriptorType)
+    ]
+    return {name: getattr(thing, name) for name in names if name != "__dict__"}
+
+
 def fingerprint_of(machine: Machine) -> tuple[object, ...]:
     """Return all that a machine remembers, as text: equal if nothing changed.
 
@@ -300,7 +311,7 @@ def fingerprint_of(machine: Machine) -> tuple[object, ...]:
         repr(buffer.quarantine),
         repr(buffer._quarantined_bytes),
         list(books.victims.victims()),
-        repr(vars(books.victims)),
+        repr(_fields(books.victims)),
         sorted(books.undrained),
         [books.victims.evictable_bytes(rank) for rank in buffer.ranks],
         repr(directory.layouts),

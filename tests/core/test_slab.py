@@ -3,6 +3,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from snapd.compiling import is_compiled
 from snapd.core.slab import Extent, SlabAllocator
 from snapd.errors import InvariantBroken
 
@@ -194,6 +195,7 @@ def test_a_one_plane_slab_is_never_split() -> None:
     assert snapshot(slabs) == before
 
 
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
 def test_more_than_all_free_bytes_is_refused_without_a_look_at_any_hole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,6 +207,7 @@ def test_more_than_all_free_bytes_is_refused_without_a_look_at_any_hole(
         slabs.allocate([UNIT] * 4)
 
 
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
 def test_could_fit_knows_from_the_largest_hole_alone_that_a_contiguous_slab_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,6 +301,7 @@ def test_fits_ever_is_what_an_empty_arena_answers(
     assert slabs.fits_ever(plane_sizes_bytes) is answer
 
 
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
 def test_a_plane_larger_than_a_piece_is_refused_without_a_look_at_the_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -517,3 +521,23 @@ def test_validate_accepts_two_holes_that_meet_at_a_piece_boundary() -> None:
     slabs.retake([units(0, 2)])
     assert list(slabs.holes()) == [units(2, 2), units(4, 4)]
     slabs.validate()
+
+
+@pytest.mark.parametrize(("plane_bytes", "num_planes"), [(0, 3), (-1, 3), (UNIT, 0), (UNIT, -1)])
+def test_planes_of_one_size_must_be_there_and_have_one(plane_bytes: int, num_planes: int) -> None:
+    slabs = arena_with_holes(5)
+    with pytest.raises(ValueError, match="at least one, all above 0"):
+        slabs.allocate_even(plane_bytes, num_planes)
+    assert slabs.free_bytes == 5 * UNIT
+
+
+@pytest.mark.skipif(is_compiled(), reason="what is compiled cannot be replaced")
+def test_planes_of_one_size_that_do_not_fit_are_refused_before_a_hole_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slabs = arena_with_holes(3, 3)
+    monkeypatch.delattr(SlabAllocator, "_cut_planes")
+    assert slabs.free_bytes == 6 * UNIT
+    assert slabs.allocate([2 * UNIT] * 3) is None
+    with pytest.raises(AttributeError):
+        slabs.allocate([2 * UNIT] * 2)

@@ -168,8 +168,9 @@ def test_structs_that_are_written_as_a_list_have_no_section() -> None:
 
 def test_every_setting_of_the_schema_is_on_the_page_once() -> None:
     definitions = _definitions("config.schema.json")
-    wanted = [key for key in definitions["Config"]["properties"] if key != "mooncake"]
-    wanted += [f"mooncake.{key}" for key in definitions["MooncakeConfig"]["properties"]]
+    wanted = [key for key in definitions["Config"]["properties"] if key not in doc_config.TABLES]
+    for name, struct in doc_config.TABLES.items():
+        wanted += [f"{name}.{key}" for key in definitions[struct.__name__]["properties"]]
     wanted += [f"{key} in [[arena]]" for key in definitions["ArenaConfig"]["properties"]]
     wanted += [f"{key} in [[access]]" for key in definitions.get("AccessRule", {}).get("properties", ())]
     shown = [text for level, text in headings((DOCS / "reference-config.md").read_text()) if level == 3]
@@ -206,7 +207,9 @@ def test_every_flag_sets_its_setting(key: str) -> None:
 def test_every_variable_that_is_shown_is_taken_and_no_other() -> None:
     page = (DOCS / "reference-config.md").read_text()
     shown = set(re.findall(r"\| `(SNAPD_\w+)` \|", page))
-    known = {**doc_config.settings(), **doc_config.mooncake_settings()}
+    known = doc_config.settings()
+    for name in doc_config.TABLES:
+        known |= doc_config.settings_of_table(name)
     assert shown == {environment_name(key) for key, setting in known.items() if not setting.is_file_only}
     for variable in shown:
         # Whatever it is that is wrong with the value: the name is known.

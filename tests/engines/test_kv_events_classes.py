@@ -155,6 +155,7 @@ def _frames_of_snapd(directory: Path) -> list[list[bytes]]:
             data_parallel_rank=0,
             buffer_batches=10,
             buffer_bytes_max=1 << 20,
+            linger_ms=500,
             on_bug=bugs.append,
             settle_s=0.0,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from forensics_logs import Writer, loaded, report_of, write_old
 
+from snapd.cli.main import run
 from snapd.forensics.oldlog import read_old
 
 
@@ -65,7 +66,9 @@ def test_lines_without_an_outcome_are_counted_and_shown(tmp_path: Path) -> None:
     assert reading.files[0].is_cut_off
 
 
-def test_older_lines_and_lines_of_snapd_may_be_in_one_log(tmp_path: Path) -> None:
+def test_older_lines_and_lines_of_snapd_may_be_in_one_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A log that was written on by snapd counts both."""
     writer = Writer()
     writer.start()
@@ -75,6 +78,11 @@ def test_older_lines_and_lines_of_snapd_may_be_in_one_log(tmp_path: Path) -> Non
         file.write(writer.text())
     report = report_of(path)
     assert (report.attempts, report.ok, report.reading.older_lines) == (168, 1, 167)
+    assert report.older_reasons == {"alloc-failed": 148, "session-not-resident": 19}
+    run(["forensics", str(path)])
+    text = capsys.readouterr().out
+    assert "168 attempts (older log): 1 OK, 0.6%\nof snapd 1: 1 OK, 100.0%\n" in text
+    assert "of the design before 167: alloc-failed 148, session-not-resident 19\n" in text
 
 
 @pytest.mark.parametrize(

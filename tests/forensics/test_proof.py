@@ -39,7 +39,7 @@ from snapd.forensics import memory
 from snapd.forensics import proof as proof_module
 from snapd.forensics.epochproof import EpochProof
 from snapd.forensics.memory import Attempt, EndedHandles, Overdue
-from snapd.forensics.proof import KIND_HELP, Proof, Where
+from snapd.forensics.proof import KIND_HELP, OLDER_REASONS_MAX, OTHER_REASONS, Proof, Where
 from snapd.forensics.proof import ViolationKind as K
 from snapd.forensics.shards import Shard, ShardMap
 from snapd.forensics.violations import Findings
@@ -162,6 +162,68 @@ def test_stop_because_of_a_bug_leaves_attempts_to_the_next_start() -> None:
         len(log) + 1, r.DaemonStopped(at_ns=2 << 40, reason="internal-error", attempts=9, attempts_ok=9)
     )
     assert restarted(log).prove().is_good
+
+
+@pytest.mark.parametrize("kept", range(1, 40))
+def test_what_a_bug_cut_off_in_the_middle_of_an_event_is_no_fault_of_the_log(kept: int) -> None:
+    """Records of one event are written together; a bug can come between any two of them."""
+    log = one_life()
+    kept = min(kept, len(log) - 1)
+    del log.entries[kept:]
+    stopped = r.DaemonStopped(at_ns=log[kept].at_ns + 5, reason="internal-error", attempts=9, attempts_ok=9)
+    log.insert(kept + 1, stopped)
+    assert log.prove().is_good
+
+
+def test_a_refusal_that_a_bug_cut_off_from_its_outcome_is_no_fault_of_the_log() -> None:
+    log = refused()
+    del log.entries[log.find(r.SyncRefused) :]
+    stopped = r.DaemonStopped(at_ns=2 << 40, reason="internal-error", attempts=0, attempts_ok=0)
+    log.insert(len(log) + 1, stopped)
+    assert log.prove().is_good
+    log.change(len(log), reason="SIGTERM")
+    assert K.MISSING_OUTCOME in log.prove().counts
+
+
+def test_what_is_cut_off_without_a_bug_is_a_fault() -> None:
+    log = one_life()
+    outcome = log.find(r.SyncOutcome)
+    del log.entries[outcome - 1 :]
+    log.insert(len(log) + 1, r.DaemonStopped(at_ns=2 << 40, reason="SIGKILL", attempts=9, attempts_ok=9))
+    assert K.MISSING_OUTCOME in log.prove().counts
+
+
+OLDER = (
+    b'{"ts": 1767225600.5, "session_id": "s1", "ok": false, "reason": "alloc-failed", "num_tokens": 9}\n',
+    b'{"timestamp": 1767225601, "status": "session-not-resident", "sid": "s2"}\n',
+    b'{"ts": 1767225602, "session_id": "s3", "ok": true}\n',
+)
+
+
+def test_lines_of_the_design_before_are_counted_by_themselves_wherever_they_stand() -> None:
+    ours = one_life().raw()
+    alone = prove(ours)
+    report = prove([*OLDER, *ours[:3], OLDER[0], *ours[3:], OLDER[0]])
+    assert report.older == {"alloc-failed": 3, "ok": 1, "session-not-resident": 1}
+    assert report.is_good and report.is_whole and report.torn_lines == 0
+    assert (report.attempts, report.outcomes, report.epochs) == (alone.attempts, alone.outcomes, alone.epochs)
+    assert report.lines == alone.lines + 5 and alone.older == {}
+
+
+def test_a_damaged_line_of_snapd_is_none_of_the_design_before() -> None:
+    ours = one_life().raw()
+    number = next(number for number, line in enumerate(ours) if b'"sync.outcome"' in line)
+    damaged = ours[number].replace(b'"event":"sync.outcome"', b'"evemt":"sync.outcome"')
+    report = prove([*ours[:number], damaged, *ours[number + 1 :]])
+    assert report.older == {} and report.torn_lines == 1
+    assert K.SEQUENCE_GAP in report.counts
+
+
+def test_reasons_of_the_design_before_are_bounded() -> None:
+    lines = [b'{"ok": false, "session_id": "a", "reason": "because %d"}\n' % number for number in range(300)]
+    report = prove(lines)
+    assert sum(report.older.values()) == 300 and len(report.older) == OLDER_REASONS_MAX + 1
+    assert report.older[OTHER_REASONS] == 300 - OLDER_REASONS_MAX
 
 
 def test_epochs_that_were_stopped_in_order_follow_each_other() -> None:

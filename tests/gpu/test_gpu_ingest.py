@@ -187,10 +187,11 @@ def paired(daemon: Any, kind: Kind = MHA, **options: Any) -> Iterator[GpuPair]:
         pair.close()
 
 
-def asleep(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def asleep(stream: torch.cuda.Stream, times: int = 1) -> torch.cuda.Event:
     """Keep *stream* busy; return the event at the end of it."""
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        for _ in range(times):
+            torch.cuda._sleep(SLEEP_CYCLES)
         return stream.record_event()
 
 
@@ -586,7 +587,8 @@ def test_letting_go_of_a_dead_daemons_arena_does_not_wait_for_a_forward_pass() -
         handle = pair.ready("s", tokens_of(71))
         gc.collect()
         num_openings = len(cudamapping._openings)
-        end = asleep(torch.cuda.Stream(DEVICE))
+        # The new one is asked for and opened meanwhile, which takes some tenths of a second on a busy host.
+        end = asleep(torch.cuda.Stream(DEVICE), 8)
         job = pair.start(handle, tokens_of(71), after=())
         for _ in range(5):
             job.step(STEP_BYTES)

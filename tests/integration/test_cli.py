@@ -32,6 +32,7 @@ from snapd.core.session import ArenaView
 from snapd.errors import REASON_HELP, Draining, Reason
 from snapd.kvevents.observer import WHYS
 from snapd.layout import Layout
+from snapd.limits import Limits
 from snapd.wire import KVEventStatistics, WatchLost
 
 LAYOUT = Layout(k_stride_bytes=(256,) * 2, v_stride_bytes=(256,) * 2)
@@ -236,11 +237,13 @@ def test_status_limits_shows_every_bound_timeout_and_buffer_of_the_configuration
         if type(field.default) is int
         # How memory is cut up, and a number for routers: they bound nothing.
         and field.name not in ("alignment_bytes", "register_piece_bytes", "kv_events_data_parallel_rank")
-    }
-    assert len(numbers) > 30
+    } | {f"limits.{field.name}" for field in msgspec.structs.fields(Limits)}
+    assert len(numbers) > 45
     assert json.loads(good("status", *at, "--json"))["limits"].keys() == numbers
     shown = good("status", *at, "--limits")
-    assert [name for name in sorted(numbers) if not re.search(rf"^{name} +\d", shown, re.MULTILINE)] == []
+    assert [
+        name for name in sorted(numbers) if not re.search(rf"^{re.escape(name)} +\d", shown, re.MULTILINE)
+    ] == []
 
 
 def test_status_shows_what_routers_are_told_and_why_not(start_daemon: Callable[..., DaemonProcess]) -> None:

@@ -461,7 +461,10 @@ FAULTS = {
     "in a timer": "Machine._take = broken",
     "in a new connection": "Connection._refuse_connection = broken; server.peer_of = broken",
     "in a lost connection": "Connection.connection_lost = broken",
+    "in the drain": "daemon._drain = broken",
+    "after an answer": "ping = Service._ping; Service._ping = lambda *a: (ping(*a), broken())",
 }
+TOLD = {"in a request", "in an answer"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -473,12 +476,18 @@ def test_an_exception_that_nobody_caught_ends_the_daemon_with_70(directory: Path
         from snapd.cli.serve import configure_messages
         from snapd.config import Config, ArenaConfig
         from snapd.core.machine import Machine
+        from snapd.executor import Executor
         from snapd.server import Connection
         from snapd.service import Service
 
         def broken(*arguments, **options):
             raise RuntimeError("a fault was injected")
 
+        def halted(executor, halt=Executor.halt):
+            halt(executor)
+            print("the core is halted", file=sys.stderr)
+
+        Executor.halt = halted
         {FAULTS[fault]}
         configure_messages(is_json=True)
         arenas = (ArenaConfig(size_bytes=1 << 20),)
@@ -498,8 +507,16 @@ def test_an_exception_that_nobody_caught_ends_the_daemon_with_70(directory: Path
                 client.granted()
             else:
                 client.send(w.PingReq(id=2))
+            if fault in TOLD:
+                told = [client.receive() for _ in range(1 + (fault == "in a request"))][-1]
+                assert isinstance(told, w.ErrorRep) and told.reason is Reason.INTERNAL_ERROR
+                assert told.id == 1 + (fault == "in a request") and "what the request has done" in told.detail
+            if fault == "in the drain":
+                process.terminate()
             if fault != "in a lost connection":
-                client.until_closed()
+                answers = client.until_closed()
+                if fault == "after an answer":
+                    assert [type(answer) for answer in answers] == [w.DeclareLayoutRep, w.PingRep]
         _, stderr = process.communicate(timeout=END_S)
     finally:
         process.kill()
@@ -508,6 +525,7 @@ def test_an_exception_that_nobody_caught_ends_the_daemon_with_70(directory: Path
     assert len(messages(stderr, "internal error")) >= 1
     assert "RuntimeError: a fault was injected" in stderr
     assert stopped_reason(log_path) == "internal-error"
+    assert "the core is halted" in stderr
     assert not path.exists()
     former = read_open_attempts(str(log_path), 1)
     assert former is not None and len(former.attempts) == (fault == "in a timer"), "the next start closes it"

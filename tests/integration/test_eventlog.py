@@ -57,7 +57,7 @@ def test_any_text_and_number_reads_back(session_id: str, at_ns: int, cause_id: i
     one = msgspec.structs.replace(record(at_ns, session_id), cause_id=cause_id)
     log._wall_clock, log._seq = (lambda: 1.0), 0
     log._templates = {type(one): _Template("slab.allocated", EPOCH)}
-    raw = log._line(one, msgspec.json.encode(one))
+    (raw,) = log._lines([one], [msgspec.json.encode(one)])
     assert raw.count(b"\n") == 1
     line = decode_line(raw)
     assert isinstance(line, Line)

@@ -37,7 +37,7 @@ from snapd.eventlog import (
     TornLine,
     decode_line,
 )
-from snapd.logfile import FileCalls, LogFile
+from snapd.logfile import Appended, FileCalls, LogFile
 
 
 def mount_tmpfs(path: Path, options: str) -> bool:
@@ -171,6 +171,33 @@ def test_a_fragment_that_cannot_be_cut_off_spoils_no_other_line(tmp_path: Path) 
     assert [line.header.seq for line in lines if isinstance(line, Line)] == [1, 2]
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["alone", "after-another"])
+def test_a_line_that_lacks_only_its_newline_and_cannot_be_cut_off_does_not_come_twice(
+    tmp_path: Path, before: int
+) -> None:
+    """A disk that is full takes all of a line but its last byte, and then does not cut it off."""
+    path, faults = tmp_path / "log", [True]
+
+    def write(fd: int, data: bytes) -> int:
+        if not faults:
+            return os.write(fd, data)
+        if faults.pop():
+            faults.append(False)
+            return os.write(fd, data[:-1])
+        raise OSError(errno.ENOSPC, "full")
+
+    file = LogFile(settings(path), FileCalls(write, FaultyDisk(0, len).ftruncate))
+    file.open()
+    lines = [b'{"a":%d}\n' % number for number in range(3)]
+    first = b"".join(lines[: 1 + before])
+    appended = file.append(first)
+    assert appended.error is not None and appended.whole_bytes == len(first), "all of it is on file"
+    rest = b"".join(lines[1 + before :])
+    assert file.append(rest) == Appended(len(rest), None)
+    file.close()
+    assert path.read_bytes() == b"".join(lines)
+
+
 def test_short_writes_are_completed(tmp_path: Path) -> None:
     disk, path = FaultyDisk(0, len), tmp_path / "log"
     log = EventLog(settings(path), EPOCH, calls=FileCalls(disk.write))
@@ -194,9 +221,8 @@ def test_a_failing_disk_is_tried_again_with_growing_pauses_up_to_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logwriter, "BACK_OFF_S_MIN", 0.02)
-    monkeypatch.setattr(logwriter, "BACK_OFF_S_MAX", 0.08)
     disk, path = FaultyDisk(12, lambda data: 0), tmp_path / "log"
-    log = EventLog(settings(path), EPOCH, calls=FileCalls(disk.write))
+    log = EventLog(settings(path, back_off_ms_max=80), EPOCH, calls=FileCalls(disk.write))
     log.write(record(0))
     wait_until(lambda: log.statistics().lines_written == 1)  # unbounded, it would take minutes
     pauses_s = [later - sooner for sooner, later in zip(disk.times_s, disk.times_s[1:], strict=False)]
@@ -334,12 +360,9 @@ def test_reopen_of_the_same_file_changes_nothing(tmp_path: Path) -> None:
     check_story(read(tmp_path / "log"), 0, 1, log)
 
 
-def test_a_reopen_that_fails_goes_on_in_the_old_file_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logwriter, "BACK_OFF_S_MAX", 0.05)
+def test_a_reopen_that_fails_goes_on_in_the_old_file_and_is_tried_again(tmp_path: Path) -> None:
     path, moved = tmp_path / "log", tmp_path / "old"
-    log = EventLog(settings(path), EPOCH)
+    log = EventLog(settings(path, back_off_ms_max=50), EPOCH)
     log.write(record(0))
     wait_until(lambda: log.statistics().lines_written == 1)
     path.rename(moved)

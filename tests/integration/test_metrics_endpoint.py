@@ -22,13 +22,16 @@ from snapd import wire as w
 from snapd.config import load_config
 from snapd.daemon import run
 from snapd.errors import ConfigError, StartupError
-from snapd.metrics.endpoint import CONNECTIONS_MAX, HEAD_BYTES_MAX, TIMEOUT_S, Endpoint, Scraper
+from snapd.limits import Limits
+from snapd.metrics.endpoint import HEAD_BYTES_MAX, Endpoint, Scraper
 from snapd.metrics.looplag import LoopLag
 from snapd.metrics.requests import TimedService
 from snapd.metrics.serving import opened
 from snapd.metricsaddress import is_loopback, listen_address
 from snapd.server import Server
 
+LIMITS = Limits()
+TIMEOUT_S = LIMITS.metrics_timeout_ms / 1_000
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -130,7 +133,7 @@ def test_whoever_leaves_in_the_middle_leaves_nothing_behind(daemon: DaemonProces
 
 def test_idle_connections_do_not_lock_the_scraper_out(daemon: DaemonProcess) -> None:
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connect(daemon)) for _ in range(CONNECTIONS_MAX + 8)]
+        idle = [stack.enter_context(connect(daemon)) for _ in range(LIMITS.metrics_connections_max + 8)]
         for sock in idle:
             sock.sendall(b"GET")
         check_served(daemon)
@@ -184,7 +187,7 @@ def connected(
     text: Callable[[], bytes] = lambda: b"x 1\n",
 ) -> tuple[Scraper, FakeTransport, FakeLoop, Endpoint]:
     loop, transport = FakeLoop(), FakeTransport()
-    endpoint = Endpoint(loop, text)  # type: ignore[arg-type]
+    endpoint = Endpoint(loop, text, LIMITS)  # type: ignore[arg-type]
     scraper = endpoint.new_connection()
     scraper.connection_made(transport)
     return scraper, transport, loop, endpoint

@@ -22,13 +22,13 @@ from daemon_process import clean_environment
 from snapd import __version__
 from snapd.cli.main import EXIT_USAGE
 from snapd.config import Config, default_log_path, default_socket_path, load
-from snapd.daemon import _END_GRACE_MS, EXIT_SECOND_SIGNAL
+from snapd.daemon import EXIT_SECOND_SIGNAL
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
     "CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "README.zh.md",
     "constraints-dev.txt", "deploy",
-    "docs", "examples", "pyproject.toml", "schemas", "snapd", "tests", "tools",
+    "docs", "examples", "pyproject.toml", "schemas", "setup.py", "snapd", "tests", "tools",
 )  # fmt: skip
 BUILD = "from setuptools import build_meta as b; b.build_{kind}({directory!r})"
 RUN_S = 60.0
@@ -284,7 +284,8 @@ def test_the_unit_s_figures_are_the_daemon_s() -> None:
     assert service["Type"] == "notify" and int(service["WatchdogSec"]) >= 10
     assert int(service["RestartPreventExitStatus"]) == EXIT_USAGE
     assert int(service["SuccessExitStatus"]) == EXIT_SECOND_SIGNAL
-    assert int(service["TimeoutStopSec"]) * 1_000 > Config().drain_timeout_ms + _END_GRACE_MS
+    config = Config()
+    assert int(service["TimeoutStopSec"]) * 1_000 > config.drain_timeout_ms + config.limits.stop_grace_ms
     directories = {
         "RUNTIME_DIRECTORY": f"/run/{service['RuntimeDirectory']}",
         "LOGS_DIRECTORY": f"/var/log/{service['LogsDirectory']}",

@@ -945,7 +945,7 @@ def test_a_warning_of_one_kind_comes_at_most_once_in_a_while_with_a_count(
             lines.append((kind, facts))
 
     monkeypatch.setattr("snapd.server._log", Lines())
-    warnings = RateLimitedWarnings(lambda: now_s[0])
+    warnings = RateLimitedWarnings(lambda: now_s[0], 5_000)
     for now_s[0] in (0.0, 1.0, 4.9):
         warnings.warn("a", pid=1)
     warnings.warn("b")

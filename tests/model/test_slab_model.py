@@ -88,13 +88,16 @@ class SlabMachine(RuleBasedStateMachine):
             self.num_units * UNIT + 5, alignment_bytes=UNIT, piece_bytes=self.piece_units * UNIT
         )
 
-    @rule(plane_sizes_bytes=plane_lists)
-    def allocate(self, plane_sizes_bytes: list[int]) -> None:
+    @rule(plane_sizes_bytes=plane_lists, says_even=st.booleans())
+    def allocate(self, plane_sizes_bytes: list[int], says_even: bool) -> None:
         planes = [-(-size_bytes // UNIT) for size_bytes in plane_sizes_bytes]
         holes = [size for _, size in self.naive.holes()]
         could_fit = self.slabs.could_fit(plane_sizes_bytes)
         assert self.as_units() == self.naive.holes(), "could_fit changed something"
-        extents = self.slabs.allocate(plane_sizes_bytes)
+        if says_even and len(set(plane_sizes_bytes)) == 1:
+            extents = self.slabs.allocate_even(plane_sizes_bytes[0], len(plane_sizes_bytes))
+        else:
+            extents = self.slabs.allocate(plane_sizes_bytes)
 
         wanted = self.naive.allocate(planes)
         assert could_fit is (extents is not None)

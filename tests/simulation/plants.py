@@ -19,6 +19,8 @@ from snapd.core.quarantine import Quarantine
 from snapd.core.session import Lease, Session
 from snapd.errors import Reason
 from snapd.executor import Executor
+from snapd.forensics import proof
+from snapd.server import Connection
 from snapd.service import Service
 from tools.simulation import daemon as sim_daemon
 from tools.simulation import prefill as sim_prefill
@@ -213,6 +215,49 @@ def recovery_forgets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sim_daemon, "read_open_attempts", lambda path, keep: None)
 
 
+def bug_ignored(patch: pytest.MonkeyPatch) -> None:
+    """After an exception that nobody foresaw the core goes on until the process has ended."""
+    patch.setattr(Executor, "halt", lambda self: None)
+
+
+def bug_swallowed(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asked is told of the bug, and the daemon serves on."""
+
+    def tell(self: Connection, request_id: int, error: Exception, *, is_answered: bool) -> None:
+        self._write(w.encode_frame(w.ErrorRep(id=request_id, reason=Reason.INTERNAL_ERROR)))
+
+    patch.setattr(Connection, "_tell_bug", tell)
+
+
+def internal_error_answered(patch: pytest.MonkeyPatch) -> None:
+    """The service does not know what to make of an answer of the core."""
+    reply = Service._reply
+
+    def confused(self: Service, request_id: int, result: e.Result) -> w.AnyReply:
+        if isinstance(result, e.Found):
+            return w.ErrorRep(id=request_id, reason=Reason.INTERNAL_ERROR)
+        return reply(self, request_id, result)
+
+    patch.setattr(Service, "_reply", confused)
+
+
+def older_lines_not_known(patch: pytest.MonkeyPatch) -> None:
+    """Lines of the design before are taken for damage."""
+    patch.setattr(proof, "older_reason", lambda raw: "")
+
+
+def older_lines_counted(patch: pytest.MonkeyPatch) -> None:
+    """Lines of the design before count as attempts of snapd."""
+    take = proof.Proof._take_torn
+
+    def take_torn(self: proof.Proof, line: Any, where: Any) -> None:
+        if reason := proof.older_reason(line.raw):
+            self._findings.outcomes[reason] = self._findings.outcomes.get(reason, 0) + 1  # type: ignore[index]
+        take(self, line, where)
+
+    patch.setattr(proof.Proof, "_take_torn", take_torn)
+
+
 def sim_actions() -> dict[str, Callable[..., None]]:
     """Return the table by which the core finds its actions."""
     from snapd.core import machine
@@ -239,4 +284,9 @@ PLANTS: tuple[Plant, ...] = (
     rights_ignored,
     stranger_served,
     recovery_forgets,
+    bug_ignored,
+    bug_swallowed,
+    internal_error_answered,
+    older_lines_not_known,
+    older_lines_counted,
 )

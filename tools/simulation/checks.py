@@ -18,6 +18,7 @@ from snapd.errors import InvariantBroken
 from snapd.eventlog import Header, Line
 from snapd.executor import Executor
 from snapd.forensics.proof import Proof, Where
+from tools.simulation.bugs import Bugs
 from tools.simulation.failure import Broken
 
 # Released so, bytes may still be written to by who had them: nobody said or saw that he has stopped.
@@ -287,11 +288,21 @@ class CheckedMachine(Machine):
     """The core, with everything checked after every event."""
 
     checks: EpochChecks
+    bugs: Bugs
 
     def handle(self, event: e.Event) -> list[e.Instruction]:
-        """Take one event, as ever, and check what came of it."""
+        """Take one event, as ever, and check what came of it.
+
+        Raises:
+            Broken: it is not as it must be, or a bug came up before and the daemon goes on.
+        """
+        bugs = self.bugs
+        if bugs.raised:
+            raise Broken("went-on", f"a bug has come up, and the core is given {event}")
+        bugs.pass_by("event")
         instructions = super().handle(event)
         self.checks.after(event, instructions)
+        bugs.pass_by("core")
         return instructions
 
 

@@ -83,7 +83,11 @@ class Timeline:
             self.events += 1
             if self.events > EVENTS_MAX:
                 raise Broken("no-rest", f"more than {EVENTS_MAX} events and no end")
-            action()
+            try:
+                action()
+            except Exception as error:
+                if node is None or node.on_error is None or not node.on_error(error):
+                    raise
 
     def _push(self, at_ns: int, planned: Planned) -> None:
         self._serial += 1
@@ -96,15 +100,17 @@ class Node:
     Attributes:
         offset_ns: its clock against the timeline's.
         stopped_until_ns: nothing of it runs before that time of the timeline.
+        on_error: told of what was raised and nobody caught, as a loop's handler is; False: it is not for it.
     """
 
-    __slots__ = ("is_alive", "offset_ns", "stopped_until_ns", "timeline")
+    __slots__ = ("is_alive", "offset_ns", "on_error", "stopped_until_ns", "timeline")
 
     def __init__(self, timeline: Timeline, offset_ns: int = 0) -> None:
         self.timeline = timeline
         self.offset_ns = offset_ns
         self.is_alive = True
         self.stopped_until_ns = 0
+        self.on_error: Callable[[Exception], bool] | None = None
 
     def now_ns(self) -> int:
         """Return the process's monotonic time."""
@@ -173,6 +179,12 @@ class Loop:
             delay_ns -= self._dice.below(_EARLY_NS_MAX)
         self._plan(timer, delay_ns)
         return timer
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Tell the process of an error; what is not for it is raised."""
+        error = context["exception"]
+        if self._node.on_error is None or not self._node.on_error(error):
+            raise error
 
     def forget(self, timer: LoopTimer) -> None:
         """Make no call for this timer."""

@@ -19,20 +19,22 @@ from snapd.core import events as e
 from snapd.core import records as r
 from snapd.core.overview import Overview
 from snapd.daemon import settings_of
-from snapd.eventlog import LogSettings
+from snapd.errors import Reason
+from snapd.eventlog import EventLog, LogSettings, TurnRecords
 from snapd.executor import Executor
 from snapd.logrecovery import closing_records, read_open_attempts
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.notifications import Notifications
 from snapd.peers import Peer
 from snapd.server import Connection, RateLimitedWarnings, Server
-from snapd.service import AnyArena, Service
+from snapd.service import AnyArena, Caller, Service
 from snapd.units import NS_PER_MS, NS_PER_S
+from tools.simulation.bugs import Bugs
 from tools.simulation.checks import CheckedMachine, EpochChecks, empty_arenas
 from tools.simulation.clock import Loop, Node
 from tools.simulation.dice import Dice
 from tools.simulation.disk import KEEP, SimEventLog
-from tools.simulation.failure import Broken
+from tools.simulation.failure import Broken, Bug
 from tools.simulation.memory import SimArena
 from tools.simulation.network import PeerSocket, Reader, Wire
 
@@ -46,10 +48,31 @@ PUSHER_UID: Final = 2_000
 _DRAIN_POLL_NS: Final = 20 * NS_PER_MS
 _NOTICE_POLL_NS: Final = 20 * NS_PER_MS
 _EXIT_SEEN_NS: Final = 2 * NS_PER_MS
+_LAST_TURN_NS: Final = NS_PER_MS
 
 
 class _SimConnection(Connection):
-    """A connection whose peer is asked for without a file descriptor."""
+    """A connection whose peer is asked for without a file descriptor, and with seams for bugs."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Let the client in, or say why not."""
+        self._bugs.pass_by("connection")
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the client."""
+        self._bugs.pass_by("connection")
+        super().connection_lost(exc)
+
+    def send(self, message: w.AnyReply) -> None:
+        """Answer a request."""
+        self._bugs.pass_by("answer")
+        super().send(message)
+        self._bugs.pass_by("answered")
+
+    @property
+    def _bugs(self) -> Bugs:
+        return cast("_SimServer", self._server).bugs
 
     def _socket(self) -> socket.socket:
         assert self._transport is not None
@@ -128,8 +151,38 @@ class _Notices:
             self._turn()
 
 
+class _SimRecords(TurnRecords):
+    """What holds the records of a turn back, with seams for bugs."""
+
+    def __init__(self, log: EventLog, bugs: Bugs) -> None:
+        super().__init__(log)
+        self._bugs = bugs
+
+    def write(self, record: r.Record) -> None:
+        """Take a record."""
+        self._bugs.pass_by("record")
+        super().write(record)
+
+    def flush(self) -> None:
+        """Give the log what waits."""
+        self._bugs.pass_by("lines")
+        super().flush()
+
+
 class _SimServer(Server):
-    """The server, with those connections."""
+    """The server, with those connections, and with seams for bugs."""
+
+    bugs: Bugs
+
+    def tell_end(self, told: e.EndTold) -> None:
+        """Tell a connection how an attempt ended."""
+        self.bugs.pass_by("end")
+        super().tell_end(told)
+
+    def show_record(self, record: r.Record) -> None:
+        """Show a record to whoever watches."""
+        self.bugs.pass_by("logged")
+        super().show_record(record)
 
     def new_connection(self) -> Connection:
         """Return the protocol of a connection that is being accepted."""
@@ -144,6 +197,11 @@ class _SimExecutor(Executor):
     """
 
     _last_handle = 0
+    bugs: Bugs
+
+    def _fire(self, event: e.Event) -> None:
+        self.bugs.pass_by("timer")
+        super()._fire(event)
 
     def new_handle(self) -> int:
         """Return the next number."""
@@ -152,7 +210,14 @@ class _SimExecutor(Executor):
 
 
 class _SimService(Service):
-    """The service, without what differs from process to process."""
+    """The service, without what differs from process to process, and with a seam for bugs."""
+
+    bugs: Bugs
+
+    def take(self, caller: Caller, request: w.AnyRequest) -> None:
+        """Answer a request."""
+        self.bugs.pass_by("request")
+        super().take(caller, request)
 
     def statistics(self, request_id: int = 0, overview: Overview | None = None) -> w.StatsRep:
         """Return how everything fares."""
@@ -173,6 +238,8 @@ class Daemon:
         is_listening: connections are taken.
         is_over: it was stopped or killed.
         wires: connections, in order.
+        bugs: what is wrong with it on purpose.
+        is_broken: a bug has come up, and it ends.
     """
 
     def __init__(self, world: "World", number: int) -> None:
@@ -184,6 +251,9 @@ class Daemon:
         self.epoch = f"{self._dice.bits():016x}"
         self.is_listening = False
         self.is_over = False
+        self.is_broken = False
+        self.bugs = Bugs()
+        self.node.on_error = self._on_error
         self.wires: list[Wire] = []
         self._loop = Loop(self.node, self._dice)
         self.loop = self._loop.as_asyncio()
@@ -220,16 +290,20 @@ class Daemon:
             config, self.loop, self._writer_gone, machine.books.handles_of_writer.__contains__
         )
         server.access = Access(config.access, {0, DAEMON_UID})
-        server.warnings = _CountedWarnings(self.loop.time)
+        server.warnings = _CountedWarnings(self.loop.time, config.limits.warning_interval_ms)
         self._processes = _Processes(self._world.is_local_process)
         server.processes = cast("Any", self._processes)
+        machine.bugs = server.bugs = self.bugs
+        server.records = records = _SimRecords(self.log, self.bugs)
         self.executor = _SimExecutor(
-            machine, self.log, self.node, self.loop.call_later, server.tell_end, server.show_record
+            machine, records, self.node, self.loop.call_later, server.tell_end, server.show_record
         )
+        self.executor.bugs = self.bugs
         self.notices = _Notices(self.node)
         # Over a network a commit may come with the bytes; else a notification is a hint.
         Notifications(
             MooncakeConfig(notify="commit" if setup.is_network else "hint"),
+            config.limits,
             self.epoch,
             self.executor,
             server,
@@ -237,10 +311,11 @@ class Daemon:
             self.notices.take,
         )
         arenas = {arena.rank: (cast("AnyArena", arena), 0) for arena in self.memory}
-        server.service = _SimService(
+        server.service = service = _SimService(
             config, self.epoch, self.executor, arenas, "", self._log_statistics,
             lambda: (len(server.connections), len(server.watchers)),
         )  # fmt: skip
+        service.bugs = self.bugs
 
     def _start(self) -> None:
         """Write the first line, then close what the former life left open, as ``snapd.daemon`` does."""
@@ -277,7 +352,7 @@ class Daemon:
         self._world.timeline.after(0, self._look)
 
     def _look(self) -> None:
-        if not self.is_over:
+        if not (self.is_over or self.is_broken):
             self.checks.look_at_timers()
 
     # --- connections ---------------------------------------------------------------------------
@@ -290,7 +365,11 @@ class Daemon:
         )  # fmt: skip
         self.wires.append(wire)
         # Accepting comes first, whatever the jitter: bytes of a connection wait until it was made.
-        wire.transport.begin(self.server.new_connection())
+        try:
+            wire.transport.begin(self.server.new_connection())
+        except Exception as error:
+            if not self._on_error(error):
+                raise
         return wire
 
     def process_exited(self, pid: int) -> None:
@@ -310,6 +389,27 @@ class Daemon:
         self.checks.clock_jumps += 1
         self._loop.jump(by_ms)
 
+    def _on_error(self, error: Exception) -> bool:
+        """Do as ``snapd.daemon`` does when the loop tells of an error; only what was planted is one here."""
+        if self.is_broken and not isinstance(error, Broken):
+            return True  # What follows from the first one.
+        if not isinstance(error, Bug):
+            return False
+        self._world.note(f"daemon {self.epoch}: {error!r}")
+        self.is_broken = True
+        self.executor.halt()
+        # Whatever else the loop has to do in this turn comes first.
+        self.node.after(self._dice.below(_LAST_TURN_NS), self._end_broken)
+        return True
+
+    def _end_broken(self) -> None:
+        """End with status 70: what is open stays open in the log, and the next life closes it."""
+        self._write_stopped(Reason.INTERNAL_ERROR)
+        self.checks.reasons[Reason.INTERNAL_ERROR] += 1
+        self.server.close()
+        self.log.close(1.0)
+        self._end()
+
     def kill(self) -> None:
         """End it at once: what was not written is lost, and so is everything in memory."""
         self._end()
@@ -319,10 +419,14 @@ class Daemon:
 
     def stop(self) -> None:
         """End it in order (SIGTERM): drain, wait for readers, end what is open, write everything."""
+        if self.is_broken:
+            return
         self.executor.post(lambda at_ns: e.DrainAsked(at_ns=at_ns))
         deadline_ns = self.node.now_ns() + self.config.drain_timeout_ms * NS_PER_MS
 
         def look() -> None:
+            if self.is_broken:
+                return
             if self.machine.num_leased and self.node.now_ns() < deadline_ns:
                 self.node.after(_DRAIN_POLL_NS, look)
             else:
@@ -334,19 +438,22 @@ class Daemon:
         self.executor.post(lambda at_ns: e.StopAsked(at_ns=at_ns))
         if self.machine.books.open:
             raise Broken("stop", "the daemon has stopped, and attempts are open")
-        statistics = self.machine.statistics()
-        self.log.write(
-            r.DaemonStopped(
-                at_ns=self.executor.now_ns(),
-                reason="SIGTERM",
-                attempts=statistics.attempts,
-                attempts_ok=statistics.attempts_ok,
-            )
-        )
+        self._write_stopped("SIGTERM")
         self.server.close()
         self.executor.close()
         self.log.close(1.0)
         self._end()
+
+    def _write_stopped(self, reason: str) -> None:
+        books = self.machine.books
+        self.log.write(
+            r.DaemonStopped(
+                at_ns=self.executor.now_ns(),
+                reason=reason,
+                attempts=books.attempts,
+                attempts_ok=books.outcomes[Reason.OK],
+            )
+        )
 
     def _end(self) -> None:
         self.is_listening = False
@@ -357,6 +464,8 @@ class Daemon:
         self._world.daemon_ended(self)
 
     def _log_statistics(self) -> w.LogStatistics:
+        assert self.server.records is not None
+        self.server.records.flush()
         statistics = self.log.statistics()
         return w.LogStatistics(
             path="log",

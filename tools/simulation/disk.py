@@ -6,12 +6,13 @@ replace. A daemon that is killed loses what waits, and may leave the line by hal
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 from unittest import mock
 
 from snapd import eventlog
+from snapd.core.records import Record, SessionTransition, SyncOutcome
 from snapd.eventlog import EventLog
 from snapd.logfile import FileCalls, LogSettings, rotated_path
 from snapd.logwriter import LINGER_S, LogWriter
@@ -50,6 +51,11 @@ class Disk:
             paths.append(path)
             index += 1
         return paths[::-1]
+
+    def begin_older(self, lines: Sequence[bytes], *, is_cut_off: bool) -> None:
+        """Leave a log as the design before snapd has written it, whose last line may be cut off."""
+        data = b"".join(lines)
+        Path(self.path).write_bytes(data[:-2] if is_cut_off else data)
 
     def tear(self, line: bytes) -> None:
         """Leave a part of a line, as a daemon that is killed while it writes."""
@@ -101,9 +107,9 @@ class SimLogWriter(LogWriter):
         self._thread.join()
         self._wake = cast("Any", _NeverWaits())
 
-    def put(self, line: bytes) -> None:
-        """Queue one line, and plan the thread's turn."""
-        super().put(line)
+    def put_all(self, lines: list[bytes]) -> None:
+        """Queue lines, and plan the thread's turn."""
+        super().put_all(lines)
         self._plan()
 
     def close(self, timeout_s: float) -> int:
@@ -120,8 +126,8 @@ class SimLogWriter(LogWriter):
         if self._turn is not None:
             self._turn.cancel()
         self._file.close()
-        waiting = [*self._taken, *self._queue]
-        return waiting[0] if waiting else b""
+        waiting = b"".join([*self._taken, *self._queue])
+        return waiting[: waiting.find(b"\n") + 1]
 
     def _run(self) -> None:
         """Do nothing: there is a thread, and it ends at once."""
@@ -150,17 +156,33 @@ class SimLogWriter(LogWriter):
 
 
 class SimEventLog(EventLog):
-    """The event log, with that writer."""
+    """The event log, with that writer.
+
+    Attributes:
+        open: handles of attempts that have no outcome among what it was given.
+    """
 
     def __init__(
         self, settings: LogSettings, epoch: str, wall_clock: Callable[[], float], node: Node, disk: Disk
     ) -> None:
+        self.open: set[int] = set()
+
         def writer(settings: LogSettings, on_room: Callable[[], None], calls: FileCalls) -> SimLogWriter:
             return SimLogWriter(settings, on_room, calls, node=node, disk=disk)
 
         # The log makes its writer itself.
         with mock.patch.object(eventlog, "LogWriter", writer):
             super().__init__(settings, epoch, wall_clock, calls=disk.calls)
+
+    def write_all(self, records: Sequence[Record]) -> None:
+        """Queue records, and note which attempts they leave open."""
+        super().write_all(records)
+        for record in records:
+            kind = type(record)
+            if kind is SessionTransition and not record.former_epoch:  # type: ignore[union-attr]
+                self.open.add(record.slab_handle)  # type: ignore[union-attr]
+            elif kind is SyncOutcome and not record.former_epoch:  # type: ignore[union-attr]
+                self.open.discard(record.slab_handle)  # type: ignore[union-attr]
 
     @property
     def writer(self) -> SimLogWriter:

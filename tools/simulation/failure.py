@@ -1,4 +1,6 @@
-"""What a run ends with when something is wrong."""
+"""What a run ends with when something is wrong, and the bugs that are no fault of snapd's."""
+
+from typing import Final
 
 
 class Broken(AssertionError):
@@ -15,3 +17,27 @@ class Broken(AssertionError):
         self.kind = kind
         self.detail = detail
         super().__init__(f"{kind}: {detail}")
+
+
+class Bug(Exception):
+    """An exception that nobody foresees, raised in the daemon on purpose; never by itself, see ``BUGS``."""
+
+
+class _BrokenTable(Bug, KeyError):
+    pass
+
+
+class _BrokenState(Bug, RuntimeError):
+    pass
+
+
+class _BrokenValue(Bug, ValueError):
+    pass
+
+
+class _BrokenCheck(Bug, AssertionError):
+    pass
+
+
+# As bugs are of several kinds, and some handler may take one of them for something else.
+BUGS: Final[tuple[type[Bug], ...]] = (_BrokenTable, _BrokenState, _BrokenValue, _BrokenCheck)

@@ -111,6 +111,13 @@ class Faults:
             self._world.down_ms = fault.for_ms
             daemon.kill()
 
+    def _bug(self, fault: Fault, dice: Dice) -> None:
+        """Somewhere in the daemon an exception is raised that nobody foresees."""
+        daemon = self._world.daemon
+        if daemon is not None:
+            self._world.down_ms = fault.for_ms
+            daemon.bugs.arm(dice)
+
     def _restart(self, fault: Fault, dice: Dice) -> None:
         del dice
         daemon = self._world.daemon
@@ -348,7 +355,8 @@ class Faults:
             stale = {
                 answer.id
                 for answer in raw.answers
-                if isinstance(answer, w.ErrorRep) and answer.reason is Reason.STALE_HANDLE
+                if isinstance(answer, w.ErrorRep)
+                and answer.reason in (Reason.STALE_HANDLE, Reason.INTERNAL_ERROR)
             }
             answered = {answer.id for answer in raw.answers if isinstance(answer, w.Reply)}
             if wrong := [number for number in wanted if number in answered and number not in stale]:

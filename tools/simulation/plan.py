@@ -33,6 +33,12 @@ FAULTS: Final = {
     "garbage": 3, "half-frame": 2, "unknown": 2, "stranger": 2, "crowd": 1, "flood": 2, "unmapped": 1,
     "limited": 2, "notices": 2,
 }  # fmt: skip
+# Drawn by itself, so that it changes nothing of the others: in so many of a hundred runs.
+BUG: Final = "bug"
+_BUG_PERCENT: Final = 12
+# So many of a hundred runs begin in a log that the design before snapd has written to.
+_OLDER_PERCENT: Final = 10
+_OLDER_LINES_MAX: Final = 40
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +53,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         latency_us: of connections.
         settings: of the daemon.
         grace_ms: how late a deadline may be seen to.
+        older_lines: of the design before snapd, that stand in the log already.
     """
 
     ranks: int = 2
@@ -58,6 +65,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     latency_us: int = 200
     settings: dict[str, Any] = {}
     grace_ms: int = 10_000
+    older_lines: int = 0
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,7 +107,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         at_ms: when.
         seed: of what chance there is in it.
-        kind: see ``FAULTS``.
+        kind: see ``FAULTS``, or ``BUG``.
         for_ms: how long, where it lasts.
         target: whom it hits, where there are several.
     """
@@ -210,7 +218,11 @@ def draw_plan(seed: int) -> Plan:
     faults: list[Fault] = []
     for _ in range(dice.pick((0, 2, 4, 8, 16))):
         faults += _draw_fault(dice, at_ms + 500)
+    faults += _draw_bugs(Dice(seed, 11), at_ms + 500)
     faults.sort(key=lambda fault: fault.at_ms)
+    older = Dice(seed, 12)
+    if older.chance(_OLDER_PERCENT):
+        setup = msgspec.structs.replace(setup, older_lines=older.between(1, _OLDER_LINES_MAX))
     return Plan(seed=seed, setup=setup, turns=tuple(turns), faults=tuple(faults))
 
 
@@ -233,6 +245,18 @@ def _draw_fault(dice: Dice, until_ms: int) -> list[Fault]:
             Fault(at_ms=later_ms + dice.below(1_000), seed=dice.bits() >> 32, kind="replay")
             for _ in range(dice.below(3))
         ),
+    ]
+
+
+def _draw_bugs(dice: Dice, until_ms: int) -> list[Fault]:
+    """Draw the bugs that the daemon has."""
+    if not dice.chance(_BUG_PERCENT):
+        return []
+    return [
+        Fault(
+            at_ms=dice.below(until_ms), seed=dice.bits() >> 32, kind=BUG, for_ms=dice.pick((30, 300, 1_000))
+        )
+        for _ in range(dice.between(1, 2))
     ]
 
 

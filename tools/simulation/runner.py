@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from snapd.errors import Reason
 from tools.simulation.plan import Plan, draw_plan
 from tools.simulation.world import Result, World
 
@@ -94,6 +95,7 @@ class Totals:
         self.cpu_ns = 0
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._older: Counter[str] = Counter()
         self._facts: Counter[str] = Counter()
 
     def run(self, seeds: range, progress: Callable[[int, "Totals"], None] | None = None) -> None:
@@ -118,6 +120,7 @@ class Totals:
             lines=result.lines,
         )
         self._reasons.update(result.reasons)
+        self._older.update(result.older)
         self._facts.update(result.facts)
         if result.violation:
             self.failed.append(result)
@@ -126,6 +129,11 @@ class Totals:
     def sessions(self) -> int:
         """Attempts that began."""
         return self._counts["sessions"]
+
+    @property
+    def reasons_missing(self) -> list[str]:
+        """Reasons that came up neither in snapd's runs nor in what older lines tell."""
+        return sorted({str(reason) for reason in Reason} - set(+self._reasons) - set(+self._older))
 
     def report(self, command: Callable[[int], str]) -> dict[str, Any]:
         """Return everything, for JSON.
@@ -140,6 +148,8 @@ class Totals:
             "sessions_per_minute": round(self._counts["sessions"] / minutes) if minutes else 0,
             "cpu_s": round(self.cpu_ns / 1e9, 2),
             "reasons": dict(sorted(self._reasons.items())),
+            "older_reasons": dict(sorted(self._older.items())),
+            "reasons_missing": self.reasons_missing,
             "facts": dict(sorted(self._facts.items())),
             "failed": [
                 {"seed": result.seed, "violation": result.violation, "command": command(result.seed)}

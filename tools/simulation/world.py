@@ -28,6 +28,7 @@ from tools.simulation.engine import Engine
 from tools.simulation.failure import Broken
 from tools.simulation.faults import Faults
 from tools.simulation.memory import TOKENS_MAX, Content, Piece, SimArena, places_of
+from tools.simulation.older import older_lines
 from tools.simulation.plan import LAYOUTS, Fault, Plan, Turn
 from tools.simulation.prefill import Prefill
 
@@ -46,6 +47,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         sessions: attempts that began, over all lives of the daemon.
         inserted: snapshots that every rank has in its tree.
         reasons: why attempts, refusals, leases and requests ended.
+        older: why attempts of the design before snapd did, by lines that stood in the log already.
         violation: what was wrong; empty: nothing.
         digest: of the log, to the byte.
         lines: of the log.
@@ -58,6 +60,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int
     inserted: int
     reasons: dict[str, int]
+    older: dict[str, int]
     violation: str
     digest: str
     lines: int
@@ -102,6 +105,8 @@ class World:
         self.is_stopping = False
         self.corrupt_seen = 0
         self.flips = 0
+        self.internal_told = 0
+        self._told_ns = -1
         self.reasons: Counter[str] = Counter()
         self._trace = trace
         self._pids = 100
@@ -112,6 +117,7 @@ class World:
         self._is_final = False
         self._left_open: set[int] | None = None
         self._former_epoch = ""
+        self._older = self._upgrade()
         self.daemons: list[Daemon] = []
         self.daemon: Daemon | None = None
         self._start_daemon()
@@ -128,6 +134,8 @@ class World:
         try:
             self._play()
             report = prove_files(self.disk.files(), self.plan.setup.grace_ms, self._attempts())
+            if report.older != self._older or Reason.ALLOC_FAILED in report.outcomes:
+                raise Broken("older", f"of older lines {report.older} are told, and {self._older} were")
         except Broken as error:
             violation = str(error)
         except Exception as error:  # A bug of whatever kind: the daemon would stop, and so does the run.
@@ -147,6 +155,7 @@ class World:
             sessions=self._attempts(),
             inserted=self.engine.inserted,
             reasons=dict(sorted(self._all_reasons().items())),
+            older=report.older if report else {},
             violation=violation,
             digest=digest,
             lines=lines,
@@ -154,6 +163,8 @@ class World:
                 "epochs": len(self.daemons),
                 "late-landings": sum(daemon.checks.late_landings for daemon in self.daemons),
                 "flips": self.flips,
+                "bugs": sum(daemon.bugs.raised for daemon in self.daemons),
+                "bugs-told": self.internal_told,
                 "corrupt-seen": self.corrupt_seen,
                 "disk-failures": self.disk.failures,
                 "lines-dropped": report.events_dropped if report else 0,
@@ -161,6 +172,17 @@ class World:
                 "unproved": int(not report.is_whole) if report else 0,
             },
         )
+
+    def _upgrade(self) -> dict[str, int]:
+        """Begin in a log that the design before snapd has left; return the reasons that its lines tell."""
+        count = self.plan.setup.older_lines
+        if not count:
+            return {}
+        dice = Dice(self.plan.seed, 13)
+        lines = older_lines(dice, count, START_TS)
+        is_cut_off = dice.chance(30)
+        self.disk.begin_older([line for _, line in lines], is_cut_off=is_cut_off)
+        return dict(sorted(Counter(reason for reason, _ in lines[: count - is_cut_off]).items()))
 
     def _play(self) -> None:
         for turn in self.plan.turns:
@@ -197,6 +219,9 @@ class World:
         daemon = self.daemon
         if daemon is None:
             raise Broken("no-rest", "the daemon is not there")
+        if daemon.bugs.raised:
+            raise Broken("went-on", "a bug has come up, and the daemon serves on")
+        daemon.bugs.disarm()
         daemon.checks.at_rest()
         links = [*(decoder.link for decoder in self.decoders), *(rank.link for rank in self.engine.ranks)]
         if any(link.exchange.in_flight for link in links):
@@ -250,7 +275,9 @@ class World:
         self.reasons.update({str(reason): count for reason, count in daemon.server.service.refused.items()})
         statistics = daemon.log.statistics()
         is_told = not (statistics.queued_lines or statistics.records_dropped)
-        self._left_open = set(daemon.checks.open) if is_told else None
+        # After a bug the log may lack what the core has done.
+        left_open = daemon.log.open if daemon.is_broken else daemon.checks.open
+        self._left_open = set(left_open) if is_told else None
         self._former_epoch = daemon.epoch
         if not self._is_final:
             self.timeline.after(self.down_ms * NS_PER_MS, self._start_daemon)
@@ -408,15 +435,36 @@ class World:
         """
         if self._trace is not None:
             self.note(f"answer {type(error).__name__}: {str(error)[:120]}")
-        if isinstance(error, InternalError | ProtocolError):
+        if isinstance(error, ProtocolError):
             raise Broken("answer", f"a client was told {error!r}")
+        if isinstance(error, InternalError):
+            self._note_internal(str(error))
         if isinstance(error, RequestError) and error.reason is Reason.ALLOC_FAILED:
             raise Broken("answer", "a reason of the design that was replaced")
 
     def note_raw(self, answer: w.AnyReply | w.AnyPush | None) -> None:
         """A stranger was answered; what the service refused is counted there."""
+        if isinstance(answer, w.ErrorRep) and answer.reason is Reason.INTERNAL_ERROR:
+            self._note_internal(answer.detail)
         if isinstance(answer, w.ErrorRep) and (answer.id == 0 or answer.reason is Reason.UNKNOWN_TYPE):
             self.reasons[str(answer.reason)] += 1
+
+    def _note_internal(self, detail: str) -> None:
+        """Somebody was told ``internal-error``: for every bug that came up one may be, and nobody else.
+
+        One answer may end several calls, at one time: when it was hello that was answered so.
+
+        Raises:
+            Broken: there is no bug that it could be.
+        """
+        if self._told_ns == self.timeline.now_ns:
+            return
+        self._told_ns = self.timeline.now_ns
+        self.internal_told += 1
+        if self.internal_told > sum(daemon.bugs.raised for daemon in self.daemons):
+            raise Broken(
+                "answer", f"a client was told {Reason.INTERNAL_ERROR}, and no bug was planted: {detail}"
+            )
 
     def _attempts(self) -> int:
         return sum(daemon.machine.books.attempts for daemon in self.daemons)
