@@ -39,13 +39,13 @@ HEAD_DIM = 128
 STRIDE_BYTES = HEADS * HEAD_DIM * 2
 ORDERS = {"contiguous": False, "random": True}
 # Long enough that the host has queued all work of a case before the device comes to it.
-_LEAD_CYCLES = 20_000_000
+_LEAD_CYCLES = 60_000_000
 # A forward pass: products of square matrices, some tens of ms on an H200, so longer than an ingest.
 FORWARD_DIM = 8_192
 FORWARD_PRODUCTS = 20
 # The same bytes in launches between which other kernels get their turn; None: one launch.
 INGEST_PIECES_BYTES = {"one launch": None, "pieces of 64 MiB": 64 * MIB}
-_FORWARD_LEAD_CYCLES = 2 * _LEAD_CYCLES
+_FORWARD_LEAD_CYCLES = _LEAD_CYCLES
 
 
 @dataclasses.dataclass(frozen=True)
