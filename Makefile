@@ -5,7 +5,7 @@ PYTHON ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo bench schemas docs soak test-vllm test-sglang clean
+.PHONY: help setup test lint format demo bench compiled schemas docs soak test-vllm test-sglang clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -43,6 +43,9 @@ bench: setup ## Measure against the floors
 	$(BIN)/python tools/bench_push.py
 	$(BIN)/python tools/bench_kv.py
 	$(BIN)/python tools/bench_slab.py
+
+compiled: setup ## Build the package with its hot modules compiled, and run the core's tests with it
+	$(BIN)/python tools/compiled.py build/compiled --test
 
 schemas: setup ## Write the JSON Schemas anew
 	$(BIN)/python tools/make_schemas.py

@@ -131,12 +131,13 @@ def found(lived: tuple[DaemonProcess, CountingClient]) -> dict[Series, float]:
     daemon, client = lived
 
     def settled() -> dict[Series, float] | None:
-        client.stats()
+        log = client.stats().log
         sample = scrape(daemon)
         logged = sample[series("snapd_log_lines_written_total")]
-        return (
-            sample if logged == len(log_events(daemon.log_path)) == client.stats().log.lines_written else None
-        )
+        # Lines wait for company for a moment: those of the scrape's time must be on file as well.
+        is_all = logged == len(log_events(daemon.log_path)) == client.stats().log.lines_written
+        is_nothing_queued = log.queued_lines == sample[series("snapd_log_queued_lines")] == 0
+        return sample if is_all and is_nothing_queued else None
 
     return wait_for(settled)
 
