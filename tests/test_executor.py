@@ -1,5 +1,6 @@
 """The executor: events into the core, instructions out to log, timers, connections and callers."""
 
+import asyncio
 import heapq
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,13 @@ import pytest
 
 from snapd import executor as executor_module
 from snapd.compiling import is_compiled
+from snapd.config import Config
 from snapd.core import events as e
 from snapd.core import records as r
 from snapd.core.machine import Machine
 from snapd.core.session import Settings
 from snapd.core.slab import SlabAllocator
+from snapd.daemon import _drain
 from snapd.errors import Reason
 from snapd.executor import HANDLE_BITS, Executor
 from snapd.layout import Layout
@@ -241,6 +244,19 @@ def test_after_halt_nothing_comes_to_the_core_any_more(shell: Shell) -> None:
     shell.advance(60_000)
     assert (len(shell.records), taken, list(shell.machine.books.open)) == (records, [], [handle])
     assert not shell.machine.books.is_draining and shell.executor.num_timers == 0
+
+
+def test_a_drain_does_not_wait_for_readers_once_the_core_takes_nothing_more(shell: Shell) -> None:
+    """Nobody can vote any more: it would wait for the whole time, and everybody with it."""
+    shell.leased()
+    config = Config(drain_timeout_ms=3_600_000)
+
+    async def drain() -> None:
+        asyncio.get_running_loop().call_soon(shell.executor.halt)
+        await asyncio.wait_for(_drain(config, shell.executor), 30)
+
+    asyncio.run(drain())
+    assert shell.machine.books.is_draining and shell.machine.num_leased
 
 
 def test_an_answer_that_asks_again_is_served(shell: Shell) -> None:

@@ -1,6 +1,7 @@
 """Replies of one turn go out together, in order, and never more than is allowed to wait."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from snapd import wire as w
 from snapd.compiling import is_compiled
 from snapd.config import Config
+from snapd.errors import Reason
 from snapd.server import Connection, Server
 from snapd.units import KIB
 
@@ -89,6 +91,20 @@ def test_the_replies_of_one_turn_are_one_write(loop: asyncio.AbstractEventLoop) 
     connection.data_received(pings(20))
     assert len(transport.writes) == 1
     assert ids_of(transport.writes) == list(range(1, 21))
+
+
+def test_whoever_asked_is_told_of_a_bug_also_when_the_answer_cannot_be_encoded(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    connection, transport = connected(loop, "\ud800")
+    loop.set_exception_handler(lambda loop, context: None)
+    connection._server.service.refused = Counter()  # type: ignore[union-attr]
+    connection.data_received(pings(1))
+    (payload,) = w.FrameSplitter(1 << 20).feed(b"".join(transport.writes))
+    told = w.decode_answer(payload)
+    assert isinstance(told, w.ErrorRep) and (told.id, told.reason) == (1, Reason.INTERNAL_ERROR)
+    assert transport.is_closed and connection._last_chance is not None
+    connection._last_chance.cancel()
 
 
 def test_what_is_sent_outside_a_turn_is_written_at_once(loop: asyncio.AbstractEventLoop) -> None:

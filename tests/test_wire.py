@@ -128,6 +128,22 @@ def test_a_splitter_holds_no_more_than_the_frame_that_is_not_whole() -> None:
     assert len(splitter._buffer) == 903
 
 
+def test_a_frame_that_comes_byte_by_byte_is_copied_once() -> None:
+    """Else whoever sends a long one so would keep the loop from everybody else."""
+    copies: list[int] = []
+
+    class Watched(bytearray):
+        def __bytes__(self) -> bytes:
+            copies.append(len(self))
+            return bytes(memoryview(self))
+
+    splitter = w.FrameSplitter(FRAME_BYTES_MAX)
+    splitter._buffer = Watched()
+    whole = frame(b"x" * 900)
+    assert [splitter.feed(bytes([byte])) for byte in whole] == [[]] * 903 + [[b"x" * 900]]
+    assert copies == [len(whole)]
+
+
 # --- requests
 
 

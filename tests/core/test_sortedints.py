@@ -39,18 +39,30 @@ def test_they_are_as_in_a_sorted_list(steps: list[tuple[bool, int]], block_max: 
     assert list(kept.down_to(least)) == sorted((v for v in values if v >= least), reverse=True)
 
 
-def test_blocks_that_have_emptied_are_put_together() -> None:
-    """Else very many holes, and few of them left, would leave very many blocks."""
+@pytest.mark.parametrize("step", [1, -1])
+def test_blocks_that_have_emptied_are_put_together(step: int) -> None:
+    """Else very many holes, few of them left, would leave very many blocks, whichever end they go from."""
     kept = SortedInts()
     for value in range(20_000):
         kept.add(value)
     full = len(kept._blocks)
     assert full > 20_000 // kept._block_max
-    for value in range(20_000):
+    for value in range(20_000)[::step]:
         if value % 100:
             kept.remove(value)
     assert list(kept) == list(range(0, 20_000, 100))
+    check(kept, set(range(0, 20_000, 100)))
     assert len(kept._blocks) <= 3
+
+
+def test_a_block_that_is_full_is_not_put_to_another() -> None:
+    kept = SortedInts(8)
+    for value in range(12):
+        kept.add(value)
+    assert [len(block) for block in kept._blocks] == [4, 8]
+    for value in range(3):
+        kept.remove(value)
+    check(kept, set(range(3, 12)))
 
 
 def test_of_none_there_is_no_first_and_no_last() -> None:

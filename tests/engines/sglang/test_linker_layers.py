@@ -28,7 +28,7 @@ from linker_stage import (
 from snapd.core.events import State
 from snapd.engines import sglang_layers
 from snapd.engines.sglang_layers import LayerLoads, LoadBatch, LoadFailed
-from snapd.errors import ConnectionLost, Reason
+from snapd.errors import ConnectionLost, Reason, RequestTimeout
 from snapd.kv.copy import ScatterJob
 from snapd.kv.ingestjob import _Phase
 from snapd.kv.layerpages import LayerPagesJob
@@ -483,6 +483,69 @@ def test_slots_that_are_not_the_pools_are_refused_before_the_load_is_accepted(st
     stage.assert_loaded((), ())
 
 
+def test_a_load_that_began_before_its_batch_writes_nothing_once_it_is_cancelled(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang lends the slots to others as soon as it hears that."""
+    patient(monkeypatch)
+    keys, pages, more = keys_of(12), range(40, 52), keys_of(7, seed=1)
+    loaded(stage, keys, pages)
+    assert stage.offload(more, first_page=20)
+    assert stage.loader.lookup("s", more) == 7
+    assert stage.loader._layers is not None
+    (first,) = stage.loader._layers._queued["r"]
+    monkeypatch.setattr(LayerPagesJob, "is_late", property(lambda job: not job.layers_done and job is first))
+    gate = Gate(monkeypatch, layers=1)
+    assert stage.loader.load("s", more, slots_of(range(60, 67)))
+    gate.wait()
+    (ahead,) = (batch for batch in stage.loader._layers._running if first in batch.jobs)
+    ended: list[tuple[bool, bool]] = []
+    thread = in_thread(lambda: ended.append((stage.loader.forget("r"), ahead.has_ended)))
+    wait_until(lambda: ahead.is_stopping, "asked to stop")
+    assert ended == []
+    gate.opened.set()
+    thread.join()
+    assert ended == [(True, True)]
+    # The step that was held has moved one layer more, at most.
+    assert layers_of(stage, keys, pages)[-1] == "poison"
+    assert stage.loader.finish(stage.begin())
+    assert layers_of(stage, more, range(60, 67)) == ["there"] * LAYERS
+    assert len(stage.sessions()) == 1 and not is_leased(stage)
+
+
+def test_an_engine_that_cannot_be_told_of_a_failure_has_the_next_load_all_the_same(stage: Stage) -> None:
+    keys = keys_of(12)
+    loaded(stage, keys, range(40, 52))
+    stage.corrupt()
+    with structlog.testing.capture_logs() as logs:
+        assert not stage.loader.finish(stage.loader.start(lambda _: None, lambda _: 1 // 0))
+    assert any(log["event"].endswith("the engine could not be told") for log in logs)
+    assert stage.offload(keys)
+    assert stage.loader.lookup("again", keys) == 12
+    assert stage.loader.load("again", keys, slots_of(range(40, 52)))
+    batch = stage.begin()
+    wait_until(lambda: batch.has_ended, "the thread goes on")
+    assert stage.loader.finish(batch)
+
+
+def test_a_load_that_cannot_be_given_back_leaves_the_others_of_its_batch_to_be(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, more = keys_of(12), keys_of(7, seed=1)
+    loaded(stage, keys, range(40, 52))
+    loaded(stage, more, range(60, 67), rid="s", first_page=20)
+    assert stage.loader._layers is not None
+    (job,) = stage.loader._layers._queued["r"]
+    cancel = LayerPagesJob.cancel
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
+        patch.setattr(LayerPagesJob, "cancel", lambda one: 1 // 0 if one is job else cancel(one))
+        stage.corrupt()
+        assert not stage.loader.finish(stage.begin())
+    assert any(log["event"].endswith("given back cleanly") for log in logs)
+    assert [session.num_tokens for session in stage.attempts(State.READY)] == [7 * PAGE]
+    assert not is_leased(stage)
+
+
 # --- the daemon ----------------------------------------------------------------------------------
 
 
@@ -547,6 +610,28 @@ def test_a_daemon_that_does_not_answer_the_vote_is_not_asked_at_once_again(
             assert stage.loader.counts.resting_lookups == 1
         finally:
             daemon.process.send_signal(signal.SIGCONT)
+
+
+def test_a_daemon_that_hangs_is_waited_for_once_for_all_votes_of_a_batch(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rid, seed, pages in (("r", 0, range(40, 52)), ("s", 1, range(60, 72))):
+        loaded(stage, keys_of(12, seed), pages, rid)
+    assert stage.loader._layers is not None
+    (job,) = stage.loader._layers._queued["r"]
+    votes: list[int] = []
+
+    class Hanging:
+        def poll(self) -> None:
+            return None
+
+        def wait(self) -> None:
+            raise RequestTimeout("no reply in time")
+
+    monkeypatch.setattr(job._in.client, "submit", lambda _: votes.append(len(stage.layers)) or Hanging())  # type: ignore[func-returns-value]
+    batch = stage.begin()
+    assert stage.loader.finish(batch) and batch.is_unanswered
+    assert votes == [LAYERS, LAYERS]
 
 
 def test_an_answer_that_comes_when_the_vote_is_cast_again_counts(
