@@ -9,10 +9,11 @@ Nothing here needs SGLang.
 Source: design, sections 8 and 9.
 """
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import structlog
@@ -120,14 +121,21 @@ class LayerLoads:
         self._queued[rid] = tuple(jobs)
 
     def cancel(self, rid: str) -> bool:
-        """Give a request's loads up that have not begun; return whether there were any.
+        """Give a request's loads up whose batch has not begun; return whether there were any.
 
-        Their slots are not written. That they are given up is told to the daemon later.
+        Their slots are not written any more. That they are given up is told to the daemon later.
         """
         jobs = self._queued.pop(rid, None)
-        if jobs is not None:
-            self.give_up(jobs)
-        return jobs is not None
+        if jobs is None:
+            return False
+        # They may have begun before their batch.
+        ahead = [batch for batch in self._running if not set(jobs).isdisjoint(batch.jobs)]
+        for batch in ahead:
+            batch.stop()
+        for batch in ahead:
+            batch.wait()
+        self.give_up(jobs)
+        return True
 
     def give_up(self, jobs: Sequence[LayerPagesJob]) -> None:
         """Give up what is verified and not queued."""
@@ -205,7 +213,8 @@ class LayerLoads:
                 if not isinstance(error, LoadFailed):
                     _log.exception("a load failed, and its requests end with an error")
                 batch.error = str(error)
-                batch.fail(error)
+                with _logged("a load failed, and the engine could not be told"):
+                    batch.fail(error)
             finally:
                 self._end(batch)
 
@@ -240,16 +249,22 @@ class LayerLoads:
 
     def _end(self, batch: LoadBatch) -> None:
         """Whatever became of it, nothing is written or leased for it any more."""
-        try:
+        # One that has voted is to hear what was decided.
+        for act in (LayerPagesJob.cancel, _see_through):
             for job in batch.jobs:
-                # One that has voted is to hear what was decided.
-                job.cancel()
-            for job in batch.jobs:
-                _see_through(job)
-        except Exception:
-            _log.exception("a load that failed could not be given back cleanly")
+                with _logged("a load that failed could not be given back cleanly"):
+                    act(job)
         batch.is_unanswered = any(job.is_unanswered for job in batch.jobs)
         batch.end()
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log what goes wrong, so that the thread and the other loads go on."""
+    try:
+        yield
+    except Exception:
+        _log.exception(what)
 
 
 def _check(job: LayerPagesJob) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 
 import torch
 
-from snapd.errors import ConnectionProblem, Reason, SnapdError
+from snapd.errors import ConnectionProblem, Reason, RequestTimeout, SnapdError
 from snapd.kv.devicescatter import DeviceScatter
 from snapd.kv.hostscatter import HostScatter
 from snapd.kv.ingestjob import AnyScatter
@@ -186,6 +186,10 @@ class LayerPagesJob(PagesJob):
             # After a restart the daemon knows nothing of a lease of before.
             is_gone = self._in.client.epoch != self._epoch
             self._is_unanswered = is_gone or isinstance(error, ConnectionProblem)
+            if isinstance(error, RequestTimeout):
+                # A forward pass waits, for one load after the other: whoever hangs is not asked twice.
+                self._settle(Reason.LEASE_EXPIRED, commit=False)
+                return
         super()._fail(error)
 
 
