@@ -259,24 +259,37 @@ def open_cuda_arena(
             f"other GPUs: {seen}; add it to CUDA_VISIBLE_DEVICES, or to the container"
         )
     user = _user(driver, gpu, device)
-    key = (memory.ipc_handle, epoch, user.uuid)
-    _wait_closed(key)
-    with _lock:
-        opening = _openings.get(key)
-        if opening is None:
-            try:
-                opening = Opening(cuda.Context(driver, user), key, gpu.device)
-            except CudaError as error:
-                raise CudaError(
-                    f"{error}; containers must share the host's IPC and PID namespaces with the daemon's",
-                    error.code,
-                ) from None
-            _openings[key] = opening
+    try:
+        opening = _opened(driver, user, gpu, memory.ipc_handle, epoch)
+    except CudaError as error:
+        if user == gpu:
+            raise CudaError(
+                f"{error}; containers must share the host's IPC and PID namespaces with the daemon's",
+                error.code,
+            ) from None
+        # A GPU has few peers at a time. Copies go through the host's memory then.
+        _log.warning("an arena could not be opened from another GPU", device=user.device, error=str(error))
+        return open_cuda_arena(rank, size_bytes, epoch, memory, life)
     if not 0 < size_bytes <= opening.size_bytes:
         raise ProtocolError(
             f"an arena of {size_bytes} bytes in an allocation of {format_bytes(opening.size_bytes)}"
         )
     return MappedCudaArena(rank, size_bytes, epoch, opening, life)
+
+
+def _opened(driver: cuda.Driver, user: cuda.Gpu, owner: cuda.Gpu, ipc_handle: bytes, epoch: str) -> Opening:
+    """Return the opening of a handle for *user*, the one that there is or a new one.
+
+    Raises:
+        CudaError: it cannot be opened.
+    """
+    key = (ipc_handle, epoch, user.uuid)
+    _wait_closed(key)
+    with _lock:
+        opening = _openings.get(key)
+        if opening is None:
+            opening = _openings[key] = Opening(cuda.Context(driver, user), key, owner.device)
+    return opening
 
 
 def _user(driver: cuda.Driver, owner: cuda.Gpu, device: str | None) -> cuda.Gpu:

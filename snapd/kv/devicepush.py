@@ -3,15 +3,15 @@
 Source: design, section 8.
 """
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import structlog
 import torch
 
 from snapd.core.slab import Extent
 from snapd.cudamapping import MappedCudaArena
-from snapd.errors import ConfigError, InvalidRequest, RequestError, TransportError
+from snapd.errors import ConfigError, InvalidRequest, RequestError, StaleHandle, TransportError
 from snapd.kv.devicecopy import CopyJobs, choose_copy
 from snapd.kv.devicejob import Streams
 from snapd.kv.devicestaged import DeviceGather, make_gather
@@ -25,6 +25,7 @@ from snapd.mapping import MapFailed
 from snapd.transport.base import ArenaWriter
 from snapd.wire import HelloRep, RankGrant
 
+_log: Final = structlog.get_logger("snapd.kv")
 _HOST: Final = "cpu"
 # Mooncake's for GPUs of one host.
 _LOCAL_PROTOCOL: Final = "nvlink_intra"
@@ -58,6 +59,7 @@ class GpuSide:
         self._ring_bytes = ring_bytes
         self._piece_bytes = piece_bytes
         self._map_arenas = map_arenas
+        self._unmapped_epoch = ""
         self._rings: dict[torch.device, DeviceRing] = {}
         self._streams = Streams()
         if not self.is_used:
@@ -142,13 +144,23 @@ class GpuSide:
             self.is_near = self._are_near(slabs, ranks, hello.epoch)
         elif protocol == _LOCAL_PROTOCOL and slabs is not None and self._map_arenas:
             # Mooncake writes where they cannot be mapped: over TCP, or without the right to.
-            with contextlib.suppress(MapFailed, RequestError):
+            try:
                 self.is_near = self._are_near(slabs, ranks, hello.epoch)
+            except StaleHandle:
+                raise
+            except (MapFailed, RequestError) as error:
+                self._tell_unmapped(hello.epoch, error)
         if not self.is_near and is_staged and protocol:
             check_gpu_protocol(protocol)
         if not self.is_near:
             for rank in ranks:
                 self.ring_for(rank).allocate()
+
+    def _tell_unmapped(self, epoch: str, error: Exception) -> None:
+        """Say, once for each life of the daemon, that bytes take the slower way."""
+        if self._unmapped_epoch != epoch:
+            self._unmapped_epoch = epoch
+            _log.warning("an arena cannot be mapped, so Mooncake writes to it, slower", error=str(error))
 
     def _are_near(self, slabs: Slabs, ranks: Iterable[int], epoch: str) -> bool:
         """Map the arenas of *ranks*; return whether the GPU of each pool uses its own."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from client_cases import PATIENCE_S, FakeDaemon, num_fds
+from structlog.testing import capture_logs
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -130,6 +131,23 @@ def test_a_gpu_that_does_not_reach_the_arena_leaves_it_with_its_own(fake, arena,
     fake.has_peers = False
     with mapped_from(memory_of(arena), device="cuda:0") as mapped:
         assert mapped.device == mapped.home_device == "cuda:1"
+
+
+def test_where_another_gpu_cannot_open_the_arena_its_own_does(fake, arena, mapped_from, monkeypatch):
+    """A GPU has few peers at a time."""
+    opened = cudamapping.Opening
+
+    def refuse(context, key, home_device):
+        if context.gpu.device != home_device:
+            context.release()
+            raise cuda.CudaError("CUDA_ERROR_TOO_MANY_PEERS", 711)
+        return opened(context, key, home_device)
+
+    monkeypatch.setattr(cudamapping, "Opening", refuse)
+    with capture_logs() as logs, mapped_from(memory_of(arena), device="cuda:0") as mapped:
+        assert mapped.device == mapped.home_device == "cuda:1"
+        mapped.check_alive()
+    assert [log["device"] for log in logs] == ["cuda:0"]
 
 
 def test_the_gpu_is_found_by_uuid_where_it_is_counted_otherwise(fake, arena, mapped_from):

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from structlog.testing import capture_logs
 from test_push_gpu import CPU, PIECE_BYTES, TOKENS, FakeGpu, GpuStage, gpu
 from test_push_staged import NotifyStage, Stage, finish, planes_of, pools_of, step
 
@@ -18,6 +19,7 @@ from snapd.errors import (
     PeerResting,
     PermissionDenied,
     Reason,
+    StaleHandle,
     TransportError,
 )
 from snapd.kv import devicepush
@@ -177,9 +179,30 @@ def test_other_protocols_and_whoever_does_not_want_it_ask_for_no_mapping(
 def test_where_mapping_is_refused_mooncake_writes_and_over_shm_it_is_an_error(
     gpu: FakeGpu, any_place: None, error: Exception
 ) -> None:
-    assert not is_near(gpu, OneArena("cpu", error), protocol="nvlink_intra")
+    with capture_logs() as logs:
+        assert not is_near(gpu, OneArena("cpu", error), protocol="nvlink_intra")
+    assert [(log["log_level"], log["error"]) for log in logs] == [("warning", str(error))]
     with pytest.raises(type(error)):
         is_near(gpu, OneArena("cpu", error), protocol="", is_staged=False)
+
+
+def test_that_an_arena_cannot_be_mapped_is_said_once_a_daemon(gpu: FakeGpu, any_place: None) -> None:
+    slabs: Any = OneArena("cpu", MapFailed("no"))
+    side = GpuSide(pools_of((64, 48), 256, 1), 4 * PIECE_BYTES, PIECE_BYTES)
+    hello = hello_with(GpuStage().control.hello(), "cpu", "nvlink_intra")
+    with capture_logs() as logs:
+        for epoch in ("one", "one", "two"):
+            side.check(
+                msgspec.structs.replace(hello, epoch=epoch), slabs, is_staged=True, is_protocol_known=True
+            )
+    assert len(logs) == 2
+
+
+def test_a_daemon_that_was_restarted_meanwhile_is_asked_again_and_gets_no_ring(
+    gpu: FakeGpu, any_place: None
+) -> None:
+    with pytest.raises(StaleHandle):
+        is_near(gpu, OneArena("cpu", StaleHandle("another epoch")), protocol="nvlink_intra")
 
 
 def test_a_daemon_that_is_gone_is_not_taken_for_one_that_refuses(gpu: FakeGpu, any_place: None) -> None:
