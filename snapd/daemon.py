@@ -220,6 +220,8 @@ async def _serve(config: Config, origin: Mapping[str, str]) -> int:
                 await _drain(config, executor)
             except Exception as error:
                 stop.on_loop_error(loop, {"message": "the drain", "exception": error})
+        # While things are closed the loop goes on, and a quarantine may be over: after the last line.
+        executor.halt()
         _write_stopped(log, executor, stop)
         server.close()
     return stop.status
@@ -250,7 +252,8 @@ async def _drain(config: Config, executor: Executor) -> None:
     loop = asyncio.get_running_loop()
     executor.post(lambda at_ns: e.DrainAsked(at_ns=at_ns))
     deadline_s = loop.time() + config.drain_timeout_ms / MS_PER_S
-    while executor.machine.num_leased:
+    # After a bug nobody's vote is counted any more.
+    while executor.machine.num_leased and not executor.is_halted:
         if loop.time() >= deadline_s:
             break
         await asyncio.sleep(_DRAIN_POLL_S)

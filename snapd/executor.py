@@ -151,6 +151,11 @@ class Executor:
         """Timers that are armed."""
         return len(self._timers)
 
+    @property
+    def is_halted(self) -> bool:
+        """The core takes nothing more; see ``halt``."""
+        return self._is_halted
+
     def now_ns(self) -> int:
         """Return the time that an event posted now would carry."""
         return self._clock.now_ns()
@@ -192,7 +197,7 @@ class Executor:
         """Have the core take nothing more: a bug may have left its books, or the log, by halves.
 
         Whoever asks is not answered any more; timers are forgotten. The process ends, and the next one begins
-        with the log.
+        with the log. An orderly end comes to this too, when the log has all but its last line.
         """
         self.close()
         self._is_halted = True

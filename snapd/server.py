@@ -452,8 +452,9 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: w.AnyReply) -> None:
         """Answer a request."""
-        self._in_flight -= 1
         frame = w.encode_frame(message)
+        # Not before: what cannot be encoded is no answer.
+        self._in_flight -= 1
         if len(frame) - w.LENGTH_BYTES > self._config.frame_bytes_max:
             detail = f"the reply would have {len(frame)} bytes (frame_bytes_max); ask for less at a time"
             frame = w.encode_frame(w.ErrorRep(id=message.id, reason=Reason.LIMIT_REACHED, detail=detail))

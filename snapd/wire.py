@@ -789,6 +789,10 @@ class FrameSplitter:
         buffer = self._buffer
         if buffer or type(data) is not bytes:
             buffer += data
+            self.check()
+            if len(buffer) < LENGTH_BYTES + int.from_bytes(buffer[:LENGTH_BYTES], "little"):
+                # Not copied before it is whole: it may come byte by byte.
+                return []
             data = bytes(buffer)
             buffer.clear()
         # What came is cut where it lies, and only what is left over is kept.

@@ -252,11 +252,14 @@ def test_a_drain_does_not_wait_for_readers_once_the_core_takes_nothing_more(shel
     config = Config(drain_timeout_ms=3_600_000)
 
     async def drain() -> None:
-        asyncio.get_running_loop().call_soon(shell.executor.halt)
-        await asyncio.wait_for(_drain(config, shell.executor), 30)
+        draining = asyncio.create_task(_drain(config, shell.executor))
+        await asyncio.sleep(0)
+        assert shell.machine.books.is_draining
+        shell.executor.halt()
+        await asyncio.wait_for(draining, 30)
 
     asyncio.run(drain())
-    assert shell.machine.books.is_draining and shell.machine.num_leased
+    assert shell.machine.num_leased
 
 
 def test_an_answer_that_asks_again_is_served(shell: Shell) -> None:

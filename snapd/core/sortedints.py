@@ -16,7 +16,7 @@ class SortedInts:
     """Distinct integers in ascending order, in blocks. Every operation is O(log n) with short moves.
 
     Args:
-        block_max: a block with more is halved; one with less than a quarter is put to the one before it.
+        block_max: a block with more is halved; one with less than a quarter is put to the one beside it.
     """
 
     __slots__ = ("_block_max", "_blocks", "_lasts")
@@ -72,14 +72,18 @@ class SortedInts:
             del blocks[at], lasts[at]
             return
         lasts[at] = block[-1]
-        if (
-            at
-            and 4 * len(block) < self._block_max
-            and len(blocks[at - 1]) + len(block) <= self._block_max // 2
-        ):
-            blocks[at - 1].extend(block)
-            lasts[at - 1] = block[-1]
-            del blocks[at], lasts[at]
+        # With the one before it or, if that is long, with the one behind it.
+        if 4 * len(block) < self._block_max and not self._join(at - 1):
+            self._join(at)
+
+    def _join(self, at: int) -> bool:
+        """Make one block of a block and the one behind it, if both are there and it would be half full."""
+        blocks, lasts = self._blocks, self._lasts
+        if at < 0 or at + 1 >= len(blocks) or len(blocks[at]) + len(blocks[at + 1]) > self._block_max // 2:
+            return False
+        blocks[at].extend(blocks[at + 1])
+        del blocks[at + 1], lasts[at]
+        return True
 
     def first_from(self, least: int) -> int | None:
         """Return the smallest that is not below *least*."""

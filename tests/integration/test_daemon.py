@@ -29,12 +29,16 @@ from raw_client import (
     wait_for,
 )
 
+from snapd import daemon as daemon_module
 from snapd import wire as w
 from snapd.client import Client
 from snapd.config import load_config
+from snapd.core import events as e
 from snapd.core import records as r
 from snapd.daemon import run
 from snapd.errors import Reason, RequestError, StartupError
+from snapd.eventlog import EventLog
+from snapd.executor import Executor
 from snapd.logrecovery import read_open_attempts
 
 StartDaemon = Callable[..., Any]
@@ -530,6 +534,31 @@ def test_an_exception_that_nobody_caught_ends_the_daemon_with_70(directory: Path
     assert not path.exists()
     former = read_open_attempts(str(log_path), 1)
     assert former is not None and len(former.attempts) == (fault == "in a timer"), "the next start closes it"
+
+
+def test_nothing_is_logged_after_the_last_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on for a while, and timers and notifications with it."""
+    write_stopped = daemon_module._write_stopped
+
+    def write_stopped_and_ask(log: EventLog, executor: Executor, stop: Any) -> None:
+        write_stopped(log, executor, stop)
+        executor.ask(
+            lambda at_ns, cause_id: e.PrepareAsked(
+                at_ns=at_ns,
+                cause_id=cause_id,
+                slab_handle=1,
+                session_id="s",
+                layout_fingerprint="",
+                num_tokens=1,
+            ),
+            lambda _: None,
+        )
+
+    monkeypatch.setattr(daemon_module, "_write_stopped", write_stopped_and_ask)
+    monkeypatch.setattr(daemon_module.Notifier, "ready", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    paths = {"socket_path": str(directory / "s"), "log_path": str(directory / "log"), "size": "1MiB"}
+    assert run(load_config(Path(os.devnull), {}, paths)) == 0
+    assert type(log_events(directory / "log")[-1].record) is r.DaemonStopped
 
 
 # --- processes that write

@@ -861,6 +861,23 @@ def test_stats_say_how_things_stand(usual: Stage) -> None:
     assert client.stats().timers == 0
 
 
+def test_stats_count_also_what_the_turn_has_logged_before_them(usual: Stage) -> None:
+    client = usual.connect()
+    handle = client.granted()
+
+    def lines() -> int:
+        log = client.stats().log
+        return log.lines_written + log.queued_lines
+
+    before = lines()
+    abort = w.AbortReq(id=client.new_id(), slab_handle=handle, drained=True)
+    stats = w.StatsReq(id=client.new_id())
+    client.send(w.encode_frame(abort) + w.encode_frame(stats))
+    assert isinstance(client.reply_to(abort.id), w.AckRep)
+    log = client.reply_to(stats.id).log
+    assert log.lines_written + log.queued_lines > before
+
+
 def test_a_list_holds_what_was_asked_for(usual: Stage) -> None:
     client = usual.connect()
     handles = [client.granted("a"), client.ready("b"), client.ready("c")]
