@@ -471,6 +471,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"{shown('log_close_ms')} must be below {shown('stop_grace_ms')}: the service manager must "
                 "wait for the log; lower the first or raise the second"
             )
+        if limits.log_close_ms + limits.kv_events_linger_ms >= limits.stop_grace_ms:
+            raise ConfigError(
+                f"{shown('kv_events_linger_ms')} and {shown('log_close_ms')} together must be below "
+                f"{shown('stop_grace_ms')}: the service manager must wait for both; lower one or raise "
+                "the last"
+            )
 
     def _check_kv_events(self, origin: Mapping[str, str]) -> None:
         def shown(name: str) -> str:

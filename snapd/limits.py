@@ -92,7 +92,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int,
         _ms(
             "What the end may last beyond `drain_timeout_ms`, as the service manager is told, which then "
-            "waits no longer; above `limits.log_close_ms`."
+            "waits no longer; above `limits.log_close_ms` and `limits.kv_events_linger_ms` together."
         ),
     ] = 30_000
     metrics_connections_max: Annotated[

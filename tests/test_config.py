@@ -628,6 +628,10 @@ def test_each_key_of_limits_comes_from_the_highest_source_that_names_it(toml):
         ("[limits]\nlog_close_ms = 30000", "must be below limits.stop_grace_ms = 30000 (default)"),
         ("[limits]\nstop_grace_ms = 5000", "limits.log_close_ms = 5000 (default) must be below"),
         (
+            "[limits]\nkv_events_linger_ms = 25000",
+            "limits.log_close_ms = 5000 (default) together must be below limits.stop_grace_ms = 30000",
+        ),
+        (
             "[limits]\nnotifications_chars_max = 1000",
             "must not be above limits.notifications_chars_max = 1000",
         ),
