@@ -30,7 +30,6 @@ COMPILED: Final = [
     "snapd/core/planes.py",
     "snapd/core/quarantine.py",
     "snapd/core/slab.py",
-    "snapd/core/sortedints.py",
     "snapd/eventlog.py",
     "snapd/executor.py",
     "snapd/requestevents.py",

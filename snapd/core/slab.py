@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
+from sortedcontainers import SortedList
+
 from snapd.core.extent import Extent
-from snapd.core.sortedints import SortedInts
 from snapd.errors import InvariantBroken
 from snapd.units import align_down, align_up
 
@@ -55,8 +56,8 @@ class SlabAllocator:
         # what costs. Ends are sorted rather than starts because slabs are cut from the front of a hole.
         self._hole_size_by_start: dict[int, int] = {}
         self._hole_start_by_end: dict[int, int] = {}
-        self._hole_keys = SortedInts()
-        self._hole_ends = SortedInts()
+        self._hole_keys: SortedList = SortedList()
+        self._hole_ends: SortedList = SortedList()
         self._offset_bits = self._capacity_bytes.bit_length()
         # What the last slab that was asked about needs: most are asked about more than once.
         self._asked: Sequence[int] | None = None
@@ -82,8 +83,8 @@ class SlabAllocator:
     @property
     def largest_hole_bytes(self) -> int:
         """Bytes in the largest hole; 0 when there is none."""
-        key = self._hole_keys.last()
-        return 0 if key is None else key >> self._offset_bits
+        key: int = self._hole_keys[-1] if self._hole_keys else 0
+        return key >> self._offset_bits
 
     @property
     def num_holes(self) -> int:
@@ -155,7 +156,7 @@ class SlabAllocator:
             if need_bytes > self._free_bytes:
                 return None
             bits = self._offset_bits
-            key = self._hole_keys.first_from(need_bytes << bits)
+            key = _first_from(self._hole_keys, need_bytes << bits)
             if key is not None:
                 hole_bytes = key >> bits
                 start = key - (hole_bytes << bits)
@@ -358,7 +359,7 @@ class SlabAllocator:
     def _num_places(self, size_bytes: int, enough: int) -> int:
         """Return how many extents of *size_bytes* the holes have room for; at *enough* it stops counting."""
         places = 0
-        for key in self._hole_keys.down_to(size_bytes << self._offset_bits):
+        for key in self._hole_keys.irange(size_bytes << self._offset_bits, reverse=True):
             places += (key >> self._offset_bits) // size_bytes
             if places >= enough:
                 break
@@ -396,7 +397,7 @@ class SlabAllocator:
 
     def _best_hole(self, size_bytes: int) -> Extent | None:
         """Return the smallest hole of *size_bytes* or more, the lowest on a tie."""
-        key = self._hole_keys.first_from(size_bytes << self._offset_bits)
+        key = _first_from(self._hole_keys, size_bytes << self._offset_bits)
         if key is None:
             return None
         hole_bytes = key >> self._offset_bits
@@ -404,7 +405,7 @@ class SlabAllocator:
 
     def _hole_around(self, extent: Extent) -> Extent | None:
         """Return the hole that holds all of *extent*."""
-        end = self._hole_ends.first_from(extent.end_bytes)
+        end = _first_from(self._hole_ends, extent.end_bytes)
         if end is None:
             return None
         start = self._hole_start_by_end[end]
@@ -456,6 +457,14 @@ class SlabAllocator:
         keys.remove(size_bytes << bits | start)
         keys.add(new_size_bytes << bits | new_start)
         self._free_bytes += new_size_bytes - size_bytes
+
+
+def _first_from(numbers: SortedList, least: int) -> int | None:
+    """Return the smallest that is not below *least*."""
+    # An iterator from there on takes several times as long to make.
+    at = numbers.bisect_left(least)
+    found: int | None = numbers[at] if at < len(numbers) else None
+    return found
 
 
 class Trial(Protocol):

@@ -29,7 +29,6 @@ NO_BOUNDS = {
         "SOCKET_PATH_BYTES_MAX", "CONFIG_FILE_BYTES_MAX", "RANKS_MAX", "RANK_MAX", "ARENA_BYTES_MAX",
         "ALIGNMENT_BYTES_MAX", "COUNT_MAX", "PIECES_MAX",
     },
-    "snapd.core.sortedints": {"_BLOCK_MAX"},
     "snapd.eventlog": {"_HEADER_BYTES_MAX", "_REPORT_BYTES_MAX"},
     "snapd.kv.control": {"TRANSFER_TIMEOUT_MS"},
     "snapd.kv.devicejob": {"INT32_SLOTS_MAX"},
