@@ -82,6 +82,7 @@ def soak(directory: Path, lives: int, live: int, show: Any) -> dict[str, Any]:
     }  # fmt: skip
     with (
         load.Daemon(directory, settings=settings) as daemon,
+        load.pinned_apart(daemon.pid),
         contextlib.closing(load.Lives(daemon.socket_path)) as lives_load,
     ):
         lives_load.run(2_000)
