@@ -14,6 +14,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -344,8 +345,15 @@ def _copy_of(name: str) -> str:
     Raises:
         LogUnreadable: it cannot be read, or there is no room.
     """
-    descriptor, copy = tempfile.mkstemp(prefix="snapd-forensics-", suffix=".jsonl")
+    # A signal that ends the command must not come between the file and what removes it.
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
+        descriptor, copy = tempfile.mkstemp(prefix="snapd-forensics-", suffix=".jsonl")
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(open(descriptor, "wb"))  # noqa: PTH123
             stream: IO[bytes] = getattr(sys.stdin, "buffer", None) or io.BytesIO()
