@@ -14,6 +14,7 @@ import torch
 from snapd.kv import copy, gpucopy, torchcopy
 from snapd.kv.checksum import PlaneChecksum
 from snapd.kv.devicejob import DeviceMemoryFull, memory_errors
+from snapd.kv.torchcopy import Summing
 
 _log: Final = structlog.get_logger("snapd.kv")
 
@@ -56,16 +57,20 @@ class CopyJobs:
         scatter: makes a job of (pool, slots, planes).
         is_async: jobs run on a stream, take ``stream``, ``after`` and ``piece_bytes``, and have ``finished``;
             they are ``DeviceJob``.
+        summing: how what is not moved is summed, where jobs are asynchronous.
     """
 
     name: str
     gather: Callable[..., SlotCopy]
     scatter: Callable[..., SlotCopy]
     is_async: bool
+    summing: Summing = torchcopy.SUMMING
 
 
 _CPU: Final = CopyJobs("cpu", copy.GatherJob, copy.ScatterJob, is_async=False)
-_TRITON: Final = CopyJobs("triton", gpucopy.GpuGatherJob, gpucopy.GpuScatterJob, is_async=True)
+_TRITON: Final = CopyJobs(
+    "triton", gpucopy.GpuGatherJob, gpucopy.GpuScatterJob, is_async=True, summing=gpucopy.SUMMING
+)
 TORCH: Final = CopyJobs("torch", torchcopy.TorchGatherJob, torchcopy.TorchScatterJob, is_async=True)
 
 

@@ -8,7 +8,6 @@ Source: design, section 8.
 
 import abc
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final
 
@@ -16,7 +15,8 @@ import torch
 
 from snapd.errors import InvalidRequest, SnapdError
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
-from snapd.kv.pool import KVPool, PlaneRows
+from snapd.kv.planes import SlabPlanes, check_planes, owners
+from snapd.kv.pool import CheckedSlots, KVPool
 from snapd.units import align_up
 
 _MOD: Final = 1 << 64
@@ -82,41 +82,6 @@ class Streams:
         return self._streams[device]
 
 
-def check_device_planes(
-    planes: Sequence[torch.Tensor], places: Sequence[PlaneRows], device: torch.device, num_tokens: int
-) -> None:
-    """Check that *planes* are what *num_tokens* tokens of a pool fill, and that none shares bytes.
-
-    Args:
-        planes: one for each of *places*, uint8, shape [num_tokens * stride_bytes], contiguous, on *device*.
-        places: the pool's planes that are copied.
-        device: the pool's.
-        num_tokens: at least 1.
-
-    Raises:
-        InvalidRequest: they are not; the message says which.
-    """
-    if len(planes) != len(places):
-        raise InvalidRequest(f"{len(planes)} planes for a pool of {len(places)}")
-    for index, (plane, place) in enumerate(zip(planes, places, strict=True)):
-        if plane.dtype is not torch.uint8 or plane.dim() != 1 or not plane.is_contiguous():
-            raise InvalidRequest(
-                f"plane {index} is {plane.dtype} of shape {tuple(plane.shape)}; uint8, 1-D and contiguous is "
-                "wanted"
-            )
-        if plane.device != device:
-            raise InvalidRequest(f"plane {index} is on {plane.device}, and the pool on {device}")
-        if plane.numel() != num_tokens * place.stride_bytes:
-            raise InvalidRequest(
-                f"plane {index} has {plane.numel()} bytes; {num_tokens} tokens of {place.stride_bytes} bytes "
-                f"are {num_tokens * place.stride_bytes}"
-            )
-    extents = sorted((plane.data_ptr(), plane.numel()) for plane in planes)
-    for (start, size_bytes), (next_start, _) in itertools.pairwise(extents):
-        if next_start < start + size_bytes:
-            raise InvalidRequest("two planes share bytes")
-
-
 def _check_slots_kind(slots: torch.Tensor, pool: KVPool) -> None:
     """Check what can be known of *slots* without reading them."""
     if slots.dtype not in _INDEX_DTYPES or slots.device not in (pool.device, torch.device("cpu")):
@@ -154,7 +119,7 @@ class DeviceJob(abc.ABC):
     def __init__(
         self,
         pool: KVPool,
-        slots: torch.Tensor,
+        slots: torch.Tensor | CheckedSlots,
         planes: Sequence[torch.Tensor],
         *,
         checksum: bool = True,
@@ -168,7 +133,7 @@ class DeviceJob(abc.ABC):
         Args:
             pool: on any device.
             slots: int32 or int64, shape [num_tokens], on the CPU or the pool's device, as
-                ``KVPool.check_slots`` wants them.
+                ``KVPool.check_slots`` wants them; or those that were checked before.
             planes: one for each of the pool's, or of *part*, uint8, shape [num_tokens * stride_bytes],
                 contiguous, on its device, apart from each other.
             checksum: whether to sum the planes.
@@ -183,22 +148,26 @@ class DeviceJob(abc.ABC):
         Raises:
             InvalidRequest: something does not fit; nothing was launched.
         """
+        checked = slots if isinstance(slots, CheckedSlots) and slots.fit(pool) else None
+        if isinstance(slots, CheckedSlots):
+            slots = slots.slots
         _check_slots_kind(slots, pool)
         num_tokens = slots.numel()
         self._part = tuple(range(len(pool.planes)) if part is None else part)
         self._places = tuple(pool.planes[index] for index in self._part)
-        check_device_planes(planes, self._places, pool.device, num_tokens)
+        sizes_bytes = [num_tokens * place.stride_bytes for place in self._places]
+        self._plane_addresses = check_planes(planes, sizes_bytes, pool.device)
         if piece_bytes is not None and piece_bytes < 1:
             raise InvalidRequest(f"piece_bytes {piece_bytes} is below 1")
         self._check_device(pool.device)
         self._pool = pool
-        self._planes = tuple(planes)
+        self._planes = planes if isinstance(planes, SlabPlanes) else tuple(planes)
         self._num_tokens = num_tokens
         self._has_sums = checksum
         self._given_slots = slots
         self._checked_slots: torch.Tensor | None = None
         if slots.device.type == "cpu":
-            self._checked_slots = self._check_slots(slots)
+            self._checked_slots = self._check_slots(slots) if checked is None else checked.slots
         token_bytes = sum(place.stride_bytes for place in self._places)
         self.bytes_total = num_tokens * token_bytes
         # A range that starts at a multiple of 8 tokens starts at a whole word, whatever the width.
@@ -358,7 +327,8 @@ class DeviceJob(abc.ABC):
 
     def _keep_alive(self, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that *stream* uses what was allocated elsewhere, should the job be dropped."""
-        tensors = [*self._planes, *(place.rows for place in self._places), self._given_slots]
+        self._pool.keep_for(stream)
+        tensors = [*owners(self._planes), self._given_slots]
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.is_cuda}
         for tensor in storages.values():
             tensor.record_stream(stream)

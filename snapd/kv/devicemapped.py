@@ -21,7 +21,7 @@ from snapd.kv.control import Attempts, Commitment, PushControl, RankCommit
 from snapd.kv.devicecopy import CopyJobs, SlotCopy
 from snapd.kv.devicejob import has_passed
 from snapd.kv.flights import Flights, GatherFlight, has_ended
-from snapd.kv.pool import KVPool
+from snapd.kv.pool import CheckedSlots, KVPool
 from snapd.kv.pushjob import GrantedJob
 from snapd.kv.slabs import Slabs
 from snapd.layout import Layout
@@ -98,7 +98,7 @@ class DeviceMappedJob(GrantedJob):
         slabs: the mapped arenas.
         pools: by rank; each on the GPU that uses its arena.
         jobs: the copies of each rank's device.
-        slots: of the tokens that are sent, shape [num_tokens].
+        slots: of the tokens that are sent.
         after: events that the gathers wait for.
         stream_for: what work of a device runs on.
         flights: looks after what is under way when the attempt ends.
@@ -115,7 +115,7 @@ class DeviceMappedJob(GrantedJob):
         slabs: Slabs,
         pools: dict[int, KVPool],
         jobs: dict[int, CopyJobs],
-        slots: torch.Tensor,
+        slots: CheckedSlots,
         after: Sequence[torch.cuda.Event],
         stream_for: StreamFor,
         flights: Flights,

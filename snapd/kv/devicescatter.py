@@ -16,37 +16,22 @@ from typing import Final
 import torch
 
 from snapd.errors import InvalidRequest
+from snapd.kv import torchcopy
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
 from snapd.kv.devicejob import CopyInterrupted, DeviceJob, Streams, has_passed, memory_errors, to_host
 from snapd.kv.hostscatter import one_group
+from snapd.kv.planes import SlabPlanes, cut, extents_of, select
 from snapd.kv.pool import KVPool
-from snapd.kv.torchcopy import ROW_BYTES, sum_words
+from snapd.kv.torchcopy import SUMMING, Summing
 from snapd.units import MIB, align_down, align_up
 
 # Bounds the private memory of all ingests of a pool, unless one plane is larger; large enough that a copy's
 # start is cheap beside it.
 PRIVATE_BYTES: Final = 256 * MIB
-# Bounds what is summed at once by torch's operations, which copy it.
-SUMMED_BYTES: Final = 64 * MIB
-
 _MOD: Final = 1 << 64
 _PLANE_ALIGNMENT_BYTES: Final = 256
 # A range that starts at a multiple of 8 tokens starts at a whole word, whatever the width.
 _GRANULE_TOKENS: Final = WORD_BYTES
-
-
-def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
-    """Return both sums of each part, on the device, int64 of shape [num_parts, 2].
-
-    Args:
-        parts: uint8, shape [size_bytes] each, of equal size, on one device. They are copied first.
-        first_word: of its plane, where each part starts.
-    """
-    size_bytes = parts[0].numel()
-    private = torch.stack(tuple(parts))
-    if size_bytes % ROW_BYTES:
-        private = torch.nn.functional.pad(private, (0, align_up(size_bytes, ROW_BYTES) - size_bytes))
-    return sum_words(private.view(torch.int64), first_word)
 
 
 class PrivateMemory:
@@ -149,6 +134,7 @@ class DeviceScatter:
         after: Sequence[torch.cuda.Event] | None,
         private: PrivateMemory,
         groups: Sequence[Sequence[int]] | None = None,
+        summing: Summing = SUMMING,
     ) -> None:
         """Check what can be checked, before anything is launched.
 
@@ -167,22 +153,26 @@ class DeviceScatter:
             after: events that the move waits for; None: all that the current stream was given until now.
             private: memory for planes that are copied first; used on the stream of the pool's device.
             groups: see ``HostScatter``; slots are best on the host then.
+            summing: how what is not moved is summed.
 
         Raises:
             InvalidRequest: something does not fit.
         """
         self._make_job = make_job
         self._pool = pool
-        self._sources = tuple(planes)
+        self._sources = planes if isinstance(planes, SlabPlanes) else tuple(planes)
+        self._summing = summing
         self._slots = slots
         self._skip_tokens = skip_tokens
         self._stop_tokens = num_tokens if stop_tokens is None else stop_tokens
         self._num_tokens = num_tokens
         self._verify = verify
         self._stream = stream_of(pool.device)
-        is_elsewhere = self._sources[0].device != pool.device
-        self._source_stream = stream_of(self._sources[0].device) if is_elsewhere else None
-        self._widths = [plane.numel() // num_tokens for plane in self._sources]
+        source_device = self._sources[0].device
+        is_elsewhere = source_device != pool.device
+        self._source_stream = stream_of(source_device) if is_elsewhere else None
+        self._sizes_bytes = [size_bytes for _, size_bytes in extents_of(self._sources)]
+        self._widths = [size_bytes // num_tokens for size_bytes in self._sizes_bytes]
         # A cut is inside a word: what is before it cannot be summed without what is behind it.
         cuts_tokens = {skip_tokens, self._stop_tokens} - {num_tokens}
         self._is_whole = verify and any(
@@ -233,19 +223,17 @@ class DeviceScatter:
 
     def _offsets_bytes(self, part: Sequence[int]) -> list[int]:
         """Return where each plane of a part starts in the private memory, and at last where they end."""
-        sizes = (align_up(self._sources[index].numel(), _PLANE_ALIGNMENT_BYTES) for index in part)
+        sizes = (align_up(self._sizes_bytes[index], _PLANE_ALIGNMENT_BYTES) for index in part)
         return list(itertools.accumulate(sizes, initial=0))
 
-    def _places(self, part: Sequence[int]) -> list[torch.Tensor]:
+    def _places(self, part: Sequence[int]) -> Sequence[torch.Tensor]:
         """Return the planes of a part where they are summed and scattered from."""
         if self._private is None:
-            return [self._sources[index] for index in part]
+            return select(self._sources, part)
         starts = self._offsets_bytes(part)
         buffer = self._private.take(starts[-1])
-        return [
-            buffer[start : start + self._sources[index].numel()]
-            for start, index in zip(starts, part, strict=False)
-        ]
+        sizes_bytes = [self._sizes_bytes[index] for index in part]
+        return SlabPlanes(buffer, list(zip(starts, sizes_bytes, strict=False)))
 
     def _new_job(
         self,
@@ -255,10 +243,8 @@ class DeviceScatter:
     ) -> DeviceJob | None:
         if self._slots is None:
             return None
-        moved = [
-            place[self._skip_tokens * self._widths[index] : self._stop_tokens * self._widths[index]]
-            for place, index in zip(places, part, strict=True)
-        ]
+        widths = [self._widths[index] for index in part]
+        moved = cut(places, [(self._skip_tokens * width, self._stop_tokens * width) for width in widths])
         has_sums = self._verify and not self._is_whole
         job = self._make_job(
             self._pool, self._slots, moved, checksum=has_sums, stream=self._stream, after=after, part=part
@@ -395,12 +381,16 @@ class DeviceScatter:
             by_width.setdefault(self._widths[index], []).append(at)
         for width, members in by_width.items():
             token_bytes = width * len(members)
-            step_tokens = max(_GRANULE_TOKENS, align_down(SUMMED_BYTES // token_bytes, _GRANULE_TOKENS))
+            of_width = select(places, members)
+            step_tokens = last - first
+            if self._summing.is_copying:
+                step_tokens = align_down(torchcopy.SUMMED_BYTES // token_bytes, _GRANULE_TOKENS)
+                step_tokens = max(_GRANULE_TOKENS, step_tokens)
             total: torch.Tensor | None = None
             for start in range(first, last, step_tokens):
                 stop = min(start + step_tokens, last)
-                parts = [places[at][start * width : stop * width] for at in members]
-                sums = sum_parts(parts, start * width // WORD_BYTES)
+                parts = cut(of_width, [(start * width, stop * width)] * len(members))
+                sums = self._summing.sum_parts(parts, start * width // WORD_BYTES)
                 total = sums if total is None else total + sums
                 yield (stop - start) * token_bytes
             assert total is not None

@@ -15,9 +15,9 @@ import torch
 from snapd.kv import gpucopy
 from snapd.kv.devicecopy import CopyJobs, instead_of_triton
 from snapd.kv.devicejob import DeviceJob, finish, memory_errors
-from snapd.kv.devicescatter import DeviceScatter, PrivateMemory, sum_parts
+from snapd.kv.devicescatter import DeviceScatter, PrivateMemory
 from snapd.kv.pool import KVPool
-from snapd.kv.torchcopy import ROW_BYTES
+from snapd.kv.torchcopy import ROW_BYTES, Summing
 
 _NUM_SLOTS: Final = 16
 # Longer than what is summed at once.
@@ -70,7 +70,7 @@ def run_small(pool: KVPool, jobs: CopyJobs) -> None:
     stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
     # What torch keeps of a stream's memory serves that stream only.
     private = PrivateMemory(pool.device, stream, least_bytes=0)
-    # A part that is held already is summed by torch's operations; so is all of it when a word is cut.
+    # A part that is held already is summed and not moved; so is all of it when a word is cut.
     for skip_tokens, of_host in ((0, True), (1, True), (1, False), (8, True)):
         missing = slots[skip_tokens:] if of_host else slots[skip_tokens:].to(pool.device)
         scatter = DeviceScatter(
@@ -84,20 +84,23 @@ def run_small(pool: KVPool, jobs: CopyJobs) -> None:
             stream_of=lambda _: stream,
             after=None,
             private=private,
+            summing=jobs.summing,
         )
         while not scatter.step(1 << 30):
             time.sleep(_POLL_S)
         scatter.checksums()
-    _sum_small(pool.device)
+    _sum_small(pool.device, jobs.summing)
 
 
-def _sum_small(device: torch.device) -> None:
+def _sum_small(device: torch.device, summing: Summing) -> None:
     """Sum one part and several, of whole rows and of others, and clear memory, wherever it starts."""
     for shift in _SHIFTS:
         store = torch.zeros((2, _SUMMED_BYTES + max(_SHIFTS) + 1), dtype=torch.uint8, device=device)
         for parts in (store[:1], store):
             for length_bytes in (_SUMMED_BYTES, _SUMMED_BYTES - 1):
-                sums = [sum_parts([part[shift:][:length_bytes] for part in parts], at) for at in (0, 1)]
+                sums = [
+                    summing.sum_parts([part[shift:][:length_bytes] for part in parts], at) for at in (0, 1)
+                ]
                 sums[0] + sums[1]
         # What lies between two planes is cleared before it is sent.
         store[0, shift:].zero_()

@@ -6,7 +6,9 @@ device gets, ``devicecopy`` says.
 Source: design, section 8.
 """
 
+import dataclasses
 import functools
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -15,14 +17,19 @@ import torch
 
 from snapd.errors import ExtraMissing, InvalidRequest, InvariantBroken
 from snapd.kv import copy as cpu_copy
-from snapd.kv.checksum import PlaneChecksum
+from snapd.kv import torchcopy
+from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
 from snapd.kv.devicejob import DeviceJob, finish
+from snapd.kv.planes import extents_of
 from snapd.kv.pool import KVPool, PlaneRows, widest_word_bytes
+from snapd.kv.torchcopy import Summing
 
 if TYPE_CHECKING:
     from snapd.kv import gpukernels
 
 _UNIT_BYTES_MAX: Final = 8
+# What loads and stores are at most; planes at multiples of it are moved as their pool says.
+_WIDEST_BYTES: Final = 16
 # Slabs and engines align planes at least so far; what is compiled ahead supposes it.
 _ALIGNMENT_BYTES: Final = 256
 
@@ -60,13 +67,43 @@ def _how(places: Sequence[PlaneRows], word_bytes: int) -> "gpukernels.Launch":
     return how
 
 
-def _plan(
-    pool: KVPool, part: Sequence[int], plane_addresses: Sequence[int]
-) -> list[tuple[list[int], int, "gpukernels.Launch"]]:
-    """Return what is launched: planes as indexes into *part*, the word that they share, and how.
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Planes that one launch moves.
 
-    A part of a pool is moved as the whole would be, so that what was compiled for that serves it too.
+    Attributes:
+        members: which, by index into the part that is moved.
+        how: what the kernel is compiled for.
+        rows: of the kernel's table, on the host, but for where the planes are and how many tokens there are.
     """
+
+    members: list[int]
+    how: "gpukernels.Launch"
+    rows: torch.Tensor
+
+
+# Of pools, by the part that is moved. A job has a few microseconds, and a hundred planes.
+_plans: Final[weakref.WeakKeyDictionary[KVPool, dict[tuple[int, ...], list[_Group]]]] = (
+    weakref.WeakKeyDictionary()
+)
+# Parts of a pool are its groups of layers, a few; those of a private copy may be any.
+_PLANS_MAX: Final = 64
+
+
+def _plan(pool: KVPool, part: tuple[int, ...], plane_addresses: Sequence[int]) -> list[_Group]:
+    """Return what is launched. A part of a pool is moved as the whole would be, by the same kernel."""
+    if any(address % _WIDEST_BYTES for address in plane_addresses):
+        return _new_plan(pool, part, plane_addresses)
+    known = _plans.setdefault(pool, {})
+    plan = known.get(part)
+    if plan is None:
+        if len(known) >= _PLANS_MAX:
+            known.clear()
+        plan = known[part] = _new_plan(pool, part, plane_addresses)
+    return plan
+
+
+def _new_plan(pool: KVPool, part: Sequence[int], plane_addresses: Sequence[int]) -> list[_Group]:
     places = pool.planes
     is_whole = len(part) == len(places)
     whole = {} if is_whole else _by_word(places, [_ALIGNMENT_BYTES] * len(places))
@@ -76,20 +113,28 @@ def _plan(
         like = whole.get(word_bytes, [])
         # Planes at odd addresses share other words than those that were compiled for.
         planned = like if set(indexes) <= set(like) else indexes
-        plan.append((members, word_bytes, _how([places[index] for index in planned], word_bytes)))
+        rows = [_table_row(pool.planes[part[member]], word_bytes, member) for member in members]
+        how = _how([places[index] for index in planned], word_bytes)
+        plan.append(_Group(members, how, torch.tensor(rows, dtype=torch.int64)))
     return plan
 
 
-def _table_row(
-    place: PlaneRows, plane_address: int, word_bytes: int, index: int, num_tokens: int
-) -> list[int]:
-    """Return a row of the kernel's table for all tokens of a plane; see ``gpukernels.table_row``."""
+def _table_row(place: PlaneRows, word_bytes: int, index: int) -> list[int]:
+    """Return a row of the kernel's table, of a plane at 0 and no tokens; see ``gpukernels.table_row``."""
     unit_bytes = min(word_bytes, _UNIT_BYTES_MAX)
     pitch_units, width_units = place.pitch_bytes // unit_bytes, place.stride_bytes // unit_bytes
-    row: list[int] = _kernels().table_row(
-        place.rows.data_ptr(), plane_address, pitch_units, width_units, index, 0, num_tokens
-    )
+    row: list[int] = _kernels().table_row(place.rows.data_ptr(), 0, pitch_units, width_units, index, 0, 0)
     return row
+
+
+def _table(plan: Sequence[_Group], plane_addresses: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """Return the kernel's table for all groups of a plan, one after the other, on the host."""
+    kernels = _kernels()
+    table = torch.cat([group.rows for group in plan])
+    in_order = [plane_addresses[member] for group in plan for member in group.members]
+    table[:, kernels.PLANE_ADDRESS_COLUMN] = torch.tensor(in_order, dtype=torch.int64)
+    table[:, kernels.TOKEN_STOP_COLUMN] = num_tokens
+    return table
 
 
 class _TritonJob(DeviceJob):
@@ -103,20 +148,15 @@ class _TritonJob(DeviceJob):
         _kernels()
 
     def _prepare(self) -> None:
-        addresses = [plane.data_ptr() for plane in self._planes]
-        plan = _plan(self._pool, self._part, addresses)
-        rows = [
-            _table_row(self._places[member], addresses[member], word_bytes, member, self._num_tokens)
-            for members, word_bytes, _ in plan
-            for member in members
-        ]
-        table = self._to_device(torch.tensor(rows, dtype=torch.int64))
+        plan = _plan(self._pool, self._part, self._plane_addresses)
+        table = self._to_device(_table(plan, self._plane_addresses, self._num_tokens))
         self._kept.append(table)
         self._groups = []
         start = 0
-        for members, _, how in plan:
-            self._groups.append((table[start : start + len(members)], how))
-            start += len(members)
+        for group in plan:
+            stop = start + len(group.members)
+            self._groups.append((table[start:stop], group.how))
+            start = stop
 
     def _move(self, slots: torch.Tensor, sums: torch.Tensor | None, start: int, stop: int) -> None:
         for table, how in self._groups:
@@ -171,6 +211,31 @@ def scatter_gpu(
     return finish(GpuScatterJob(pool, slots, planes, checksum=checksum, stream=stream, after=after))
 
 
+def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
+    """Return both sums of each part, on the device, int64 of shape [num_parts, 2], in one pass.
+
+    Args and units as of ``torchcopy.sum_parts``, but that parts may differ in size and stay where they are.
+    """
+    extents = extents_of(parts)
+    if any(address % WORD_BYTES for address, _ in extents):
+        return torchcopy.sum_parts(parts, first_word)
+    device = parts[0].device
+    rows = [
+        [address, size_bytes, first_word, *[0] * (_kernels().SUMS_COLUMNS - 3)]
+        for address, size_bytes in extents
+    ]
+    table = torch.tensor(rows, dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
+    is_wide = not any(address % _WIDEST_BYTES for address, _ in extents)
+    _kernels().launch_sums(table, sums, max(size_bytes for _, size_bytes in extents), is_wide=is_wide)
+    return sums
+
+
+SUMMING: Final = Summing(sum_parts, is_copying=False)
+
+
 def warm_up(pool: KVPool) -> None:
     """Compile and load what jobs of *pool* need, so that the first of them does not; moves nothing.
 
@@ -192,12 +257,12 @@ def launch_nothing(pool: KVPool) -> None:
     places = pool.planes
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
     sums = torch.zeros((len(places), 2), dtype=torch.int64, device=pool.device)
-    for members, word_bytes, how in _plan(pool, range(len(places)), [_ALIGNMENT_BYTES] * len(places)):
-        rows = [_table_row(places[index], _ALIGNMENT_BYTES, word_bytes, index, 0) for index in members]
-        table = torch.tensor(rows, dtype=torch.int64, device=pool.device)
+    part = tuple(range(len(places)))
+    for group in _plan(pool, part, [_ALIGNMENT_BYTES] * len(places)):
+        table = group.rows.to(pool.device)
         for is_scatter in (False, True):
             for its_sums in (sums, None):
-                _kernels().launch(table, slots, its_sums, 0, 0, how, is_scatter=is_scatter)
+                _kernels().launch(table, slots, its_sums, 0, 0, group.how, is_scatter=is_scatter)
 
 
 def probe(device: torch.device) -> None:

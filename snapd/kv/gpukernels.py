@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-def, no-redef"
 # ruff: noqa: N803 - Triton's way: what is fixed when a kernel is compiled is in capitals
-"""The Triton kernel that moves pool rows to planes and back, and sums every plane on the way.
+"""The Triton kernels: one moves pool rows to planes and back, and sums every plane on the way; one only sums.
 
 One launch moves a range of tokens of all planes that share a unit. Addresses come from a table, so that
 planes may lie anywhere, and each row may narrow the range down. A program moves tiles of ``[tokens,
@@ -21,12 +21,15 @@ import torch
 import triton
 import triton.language as tl
 
+from snapd.kv.checksum import WORD_BYTES
 from snapd.units import ceil_div
 
 # Columns of the table, which has one row a plane. Pitch and width are in units.
 # pool address, plane address, pool pitch, width, index of the plane's sums, first token, one past the last
 # token; the rest keeps every row aligned, so that no slice of a table needs a kernel of its own.
 TABLE_COLUMNS: Final = 8
+PLANE_ADDRESS_COLUMN: Final = 1
+TOKEN_STOP_COLUMN: Final = 6
 _TABLE_COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 # A tile's columns are a power of two, and a row is rarely one: the widest that wastes at most this much.
@@ -289,6 +292,66 @@ def launch(
         num_warps=tuning.num_warps,
         grid=grid,
         warmup=False,
+    )
+
+
+# Columns of the table of what is only summed: address, size in bytes, and of its plane the word it starts at.
+SUMS_COLUMNS: Final = 4
+_SUMS_COLUMNS = tl.constexpr(SUMS_COLUMNS)
+# Measured on an H200; see docs/gpu.md.
+_SUMS_WORDS: Final = 512
+_SUMS_STEPS: Final = 16
+# What is behind the last whole ones is summed byte by byte, so that loads may be as wide.
+_WIDEST_BYTES = tl.constexpr(16)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _sum(table, sums, steps, WORDS: tl.constexpr, IS_WIDE: tl.constexpr, LOAD_CACHE: tl.constexpr):
+    """Sum all parts of a table. Program ``(i, p)`` sums ``steps`` tiles of *WORDS* words of part ``p``."""
+    row = table + tl.program_id(1) * _SUMS_COLUMNS
+    address = tl.load(row)
+    size_bytes = tl.load(row + 1)
+    first_word = tl.load(row + 2)
+    num_words = size_bytes // _WIDEST_BYTES * (_WIDEST_BYTES // 8)
+    words = address.to(tl.pointer_type(tl.int64))
+    start = tl.program_id(0).to(tl.int64) * (WORDS * steps)
+    sum0 = tl.zeros([WORDS], tl.int64)
+    sum1 = tl.zeros([WORDS], tl.int64)
+    for step in range(steps):
+        word = start + step * WORDS + tl.arange(0, WORDS)
+        is_summed = word < num_words
+        pointers = words + word
+        if IS_WIDE:
+            is_summed = tl.max_constancy(is_summed, 2)
+            pointers = tl.multiple_of(pointers, 16)
+        value = tl.load(pointers, mask=is_summed, other=0, cache_modifier=LOAD_CACHE)
+        sum0 += value
+        sum1 += value * (word + first_word + 1)
+    to = sums + tl.program_id(1) * 2
+    tl.atomic_add(to, tl.sum(sum0), sem="relaxed")
+    tl.atomic_add(to + 1, tl.sum(sum1), sem="relaxed")
+    if tl.program_id(0) == 0:
+        at_byte = num_words * 8 + tl.arange(0, _WIDEST_BYTES)
+        rest = tl.load(address.to(tl.pointer_type(tl.uint8)) + at_byte, mask=at_byte < size_bytes, other=0)
+        part = rest.to(tl.int64) << ((at_byte & 7) * 8)
+        tl.atomic_add(to, tl.sum(part), sem="relaxed")
+        tl.atomic_add(to + 1, tl.sum(part * ((at_byte >> 3) + first_word + 1)), sem="relaxed")
+
+
+def launch_sums(table: torch.Tensor, sums: torch.Tensor, size_bytes_max: int, *, is_wide: bool) -> None:
+    """Add the sums of all parts of *table* to *sums*, on the current stream.
+
+    Args:
+        table: int64, shape [num_parts, SUMS_COLUMNS], on the device; addresses are multiples of 8.
+        sums: int64, shape [num_parts, 2], on the device.
+        size_bytes_max: of the longest part.
+        is_wide: every address is a multiple of 16.
+    """
+    num_parts = table.shape[0]
+    tiles = max(1, ceil_div(size_bytes_max, _SUMS_WORDS * WORD_BYTES))
+    steps = max(1, min(_SUMS_STEPS, tiles * num_parts // _PROGRAMS_MIN))
+    _sum[ceil_div(tiles, steps), num_parts](
+        table, sums, steps, WORDS=_SUMS_WORDS, IS_WIDE=is_wide, LOAD_CACHE=DEFAULT_TUNING.load_cache
     )
 
 

@@ -23,6 +23,7 @@ from snapd.kv.devicescatter import DeviceScatter
 from snapd.kv.hostscatter import HostScatter
 from snapd.kv.integrity import AttemptContext, mismatch_facts
 from snapd.kv.keyedscatter import KeyedScatter
+from snapd.kv.planes import extents_of
 from snapd.layout import token_digest
 from snapd.mapping import AnyMappedArena
 from snapd.units import MS_PER_S, align_down
@@ -309,7 +310,7 @@ class IngestJob:
         # Its own: after a restart of the daemon another takes its place among the ingester's.
         self._arena = self._in.slabs.arena(lease.grant.rank, self._epoch)
         planes = self._in.slabs.planes(lease.grant, lease.num_tokens, self._epoch)
-        self._bytes = sum(plane.numel() for plane in planes)
+        self._bytes = sum(size_bytes for _, size_bytes in extents_of(planes))
         self._used_tokens = max(0, wanted_tokens - lease.token_start)
         skip_tokens = min(lease.num_tokens, self._resident_tokens - lease.token_start)
         stop_tokens = max(skip_tokens, self._used_tokens)
@@ -367,6 +368,7 @@ class IngestJob:
             after=self._after,
             private=self._in.private,
             groups=groups,
+            summing=copies.summing,
         )
 
     def _context(self) -> AttemptContext:

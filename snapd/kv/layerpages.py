@@ -122,6 +122,7 @@ class LayerPagesJob(PagesJob):
             stream_of=self._in.reading.stream_of,
             after=(),
             private=self._in.reading.private,
+            summing=self._in.copies.summing,
         )
 
     def _reading_keyed(

@@ -4,7 +4,7 @@ Nothing is copied: every view shares the engine's storage.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -120,6 +120,29 @@ def _plane_rows(buffer: torch.Tensor, what: str, page_size_tokens: int) -> Plane
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class CheckedSlots:
+    """Slots that were found right. Made by ``check_slots_of``.
+
+    Attributes:
+        slots: int64 on the CPU, shape [num_tokens]; they must stay as they were.
+        num_slots: of the smallest pool that they are right for.
+        page_size_tokens: of such pools.
+    """
+
+    slots: torch.Tensor
+    num_slots: int
+    page_size_tokens: int
+
+    def from_token(self, token: int) -> "CheckedSlots":
+        """Return those from *token* on, a multiple of the page size."""
+        return dataclasses.replace(self, slots=self.slots[token:])
+
+    def fit(self, pool: "KVPool") -> bool:
+        """Return whether they are right for *pool*."""
+        return pool.num_slots >= self.num_slots and pool.page_size_tokens == self.page_size_tokens
+
+
 class KVPool:
     """An engine's kv_pool, as rows of bytes.
 
@@ -158,6 +181,7 @@ class KVPool:
         self.device = first.device
         self.dtype = str(first.dtype).removeprefix("torch.")
         self._num_layers = len(k_buffers)
+        self._streams: set[torch.cuda.Stream] = set()
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -209,6 +233,16 @@ class KVPool:
         layout.check()
         return layout
 
+    def keep_for(self, stream: torch.cuda.Stream) -> None:
+        """Tell torch's allocator that *stream* uses the buffers, should all be dropped while it does."""
+        # It remembers as long as they are there, and there are about a hundred.
+        if self.device.type != "cuda" or stream in self._streams:
+            return
+        storages = {place.rows.untyped_storage().data_ptr(): place.rows for place in self.planes}
+        for rows in storages.values():
+            rows.record_stream(stream)
+        self._streams.add(stream)
+
     def check_slots(self, slots: torch.Tensor, num_tokens: int) -> None:
         """Check that *slots* names one slot of this pool for each token.
 
@@ -245,3 +279,10 @@ class KVPool:
         taken[heads] = True
         if int(taken.count_nonzero()) != heads.numel():
             raise InvalidRequest("a slot is named twice")
+
+
+def check_slots_of(pools: Iterable[KVPool], slots: torch.Tensor, num_tokens: int) -> CheckedSlots:
+    """Check *slots* for pools of one page size; args and errors as of ``KVPool.check_slots``."""
+    smallest = min(pools, key=lambda pool: pool.num_slots)
+    smallest.check_slots(slots, num_tokens)
+    return CheckedSlots(slots, smallest.num_slots, smallest.page_size_tokens)

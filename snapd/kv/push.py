@@ -39,7 +39,7 @@ from snapd.kv.flights import Flights
 from snapd.kv.integrity import KeyedIntegrity, check_on_host, context_of
 from snapd.kv.keeper import KEEPER, Remains
 from snapd.kv.mappedjob import MappedJob, MappedPlanesJob
-from snapd.kv.pool import KVPool
+from snapd.kv.pool import CheckedSlots, KVPool, check_slots_of
 from snapd.kv.pushjob import PushJob, PushResult, PushSettings, RefusedJob, refused
 from snapd.kv.slabs import Slabs, device_names
 from snapd.kv.staged import StagedCopyJob, StagedGatherJob, StagedSource, check_piece_bytes
@@ -308,7 +308,7 @@ class Pusher:
         GPU; this call does when it allocates staging memory there, the first time. On a GPU a push that was
         cancelled may read the slots a moment longer; what it reads then is not used.
         """
-        slots = self._check_slots(slots, len(token_ids))
+        checked = self._check_slots(slots, len(token_ids))
         events = self._gpus.events(after)
         started_s = time.monotonic()
 
@@ -321,7 +321,7 @@ class Pusher:
             hello, grant = self._ask(prepare)
         except REFUSALS as error:
             return RefusedJob(error)
-        return self._job(hello, grant, slots[grant.token_start :], started_s, events)
+        return self._job(hello, grant, checked.from_token(grant.token_start), started_s, events)
 
     def start_granted(
         self, grant: Grant, slots: torch.Tensor, *, after: Sequence[torch.cuda.Event] | None = None
@@ -336,22 +336,20 @@ class Pusher:
         Raises:
             InvalidRequest: *slots* do not fit, or there are events and the pools are on the host.
         """
-        slots = self._check_slots(slots, grant.num_tokens)
+        checked = self._check_slots(slots, grant.num_tokens)
         events = self._gpus.events(after)
         started_s = time.monotonic()
         try:
             hello = self._hello()
         except REFUSALS as error:
             return RefusedJob(error)
-        return self._job(hello, grant, slots, started_s, events)
+        return self._job(hello, grant, checked, started_s, events)
 
-    def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def _check_slots(self, slots: torch.Tensor, num_tokens: int) -> CheckedSlots:
         """Return checked slots: for a GPU a copy, as a wrong one that came later would be a wild access."""
         if self._gpus.is_used:
             slots = slots.clone()
-        for pool in self.pools.values():
-            pool.check_slots(slots, num_tokens)
-        return slots
+        return check_slots_of(self.pools.values(), slots, num_tokens)
 
     def _ask(self, prepare: Callable[[], Grant], *, of_planes: bool = False) -> tuple[HelloRep, Grant]:
         hello = self._hello(of_planes=of_planes)
@@ -415,7 +413,7 @@ class Pusher:
         self,
         hello: HelloRep,
         grant: Grant,
-        slots: torch.Tensor,
+        slots: CheckedSlots,
         started_s: float,
         after: Sequence[torch.cuda.Event],
     ) -> PushJob:
@@ -426,13 +424,13 @@ class Pusher:
             def gather(rank_grant: RankGrant, offsets: list[int]) -> StagedSource:
                 pool, sums = self.pools[rank_grant.rank], self._sums_for(grant, rank_grant.rank)
                 piece_bytes = self.settings.piece_bytes
-                return StagedGatherJob(pool, slots, offsets, rank_grant.extents, piece_bytes, sums)
+                return StagedGatherJob(pool, slots.slots, offsets, rank_grant.extents, piece_bytes, sums)
 
             return self._staged_job(hello, grant, gather, started_s)
         assert isinstance(self.control, ClientControl) and self._slabs is not None
         return MappedJob(
             grant, self.layout, self.control, self._attempts, started_s,
-            slabs=self._slabs, pools=self.pools, slots=slots,
+            slabs=self._slabs, pools=self.pools, slots=slots.slots,
             sums_for=lambda rank: self._sums_for(grant, rank),
         )  # fmt: skip
 
@@ -447,7 +445,7 @@ class Pusher:
         self,
         hello: HelloRep,
         grant: Grant,
-        slots: torch.Tensor,
+        slots: CheckedSlots,
         started_s: float,
         after: Sequence[torch.cuda.Event],
     ) -> PushJob:
@@ -455,7 +453,7 @@ class Pusher:
         if not self._gpus.is_near:
 
             def gather(rank_grant: RankGrant, offsets: list[int]) -> DeviceGather:
-                return self._gpus.gather(rank_grant, slots, offsets, rank_grant.extents, after)
+                return self._gpus.gather(rank_grant, slots.slots, offsets, rank_grant.extents, after)
 
             return self._staged_job(hello, grant, gather, started_s, self._gpus.ring_for)
         assert isinstance(self.control, ClientControl) and self._slabs is not None

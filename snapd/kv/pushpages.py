@@ -41,7 +41,7 @@ class PagesPusher(Pusher):
             InvalidRequest: *slots* do not fit, or there are events and the pools are on the host.
         """
         num_tokens = len(keys) * self.layout.page_size_tokens
-        slots = self._check_slots(slots, num_tokens)
+        checked = self._check_slots(slots, num_tokens)
         events = self._gpus.events(after)
         started_s = time.monotonic()
         request = PrepareRequest(
@@ -59,4 +59,4 @@ class PagesPusher(Pusher):
             hello, grant = self._ask(lambda: self.control.prepare(request))
         except REFUSALS as error:
             return RefusedJob(error)
-        return self._job(hello, grant, slots, started_s, events)
+        return self._job(hello, grant, checked, started_s, events)

@@ -7,13 +7,14 @@ Source: design, sections 4 and 8.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from snapd.client import Client
 from snapd.cudamapping import MappedCudaArena
 from snapd.errors import InvalidRequest, InvariantBroken, StaleHandle
+from snapd.kv.planes import SlabPlanes
 from snapd.kv.pool import KVPool
 from snapd.mapping import AnyMappedArena, MappedArena
 from snapd.wire import RankGrant
@@ -36,10 +37,10 @@ def plane_places(grant: RankGrant, num_tokens: int, arena_bytes: int) -> list[tu
             f"{len(grant.stride_k_bytes)} + {len(grant.stride_v_bytes)} widths"
         )
     places = [(offset, width * num_tokens) for offset, width in zip(offsets, stride_bytes, strict=True)]
+    bounds = [(extent.offset_bytes, extent.end_bytes) for extent in extents]
     for offset, size_bytes in places:
-        if size_bytes <= 0 or not any(
-            extent.offset_bytes <= offset and offset + size_bytes <= extent.end_bytes for extent in extents
-        ):
+        end = offset + size_bytes
+        if size_bytes <= 0 or not any(first <= offset and end <= last for first, last in bounds):
             raise InvalidRequest(f"a plane of {size_bytes} bytes at {offset} leaves the grant's extents")
     return places
 
@@ -96,7 +97,7 @@ class Slabs:
         self._arenas[rank] = arena
         return arena
 
-    def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> list[torch.Tensor]:
+    def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> Sequence[torch.Tensor]:
         """Return the planes of a shard, K of all layers and then V of all layers.
 
         Each is uint8 of shape [num_tokens * stride_bytes], on the device that uses the arena, and shares its
@@ -109,11 +110,14 @@ class Slabs:
         """
         arena = self.arena(grant.rank, epoch)
         places = plane_places(grant, num_tokens, arena.size_bytes)
-        # One tensor, of which the planes are parts: making one costs more than taking a part of it.
         start_bytes = min(offset_bytes for offset_bytes, _ in places)
         end_bytes = max(offset_bytes + size_bytes for offset_bytes, size_bytes in places)
         whole = arena_bytes(arena, start_bytes, end_bytes - start_bytes)
-        return [whole[offset_bytes - start_bytes :][:size_bytes] for offset_bytes, size_bytes in places]
+        planes = SlabPlanes(
+            whole, [(offset_bytes - start_bytes, size_bytes) for offset_bytes, size_bytes in places]
+        )
+        # Copies of the host look at them again and again.
+        return planes if whole.is_cuda else list(planes)
 
     def check_alive(self) -> None:
         """Check that the memory of every arena that is mapped now is still its daemon's.

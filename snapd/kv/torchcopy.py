@@ -7,7 +7,9 @@ Source: design, section 8.
 """
 
 import abc
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -19,6 +21,8 @@ from snapd.units import MIB, align_down, align_up
 
 # Bounds the private buffer; large enough that starting a kernel is cheap beside it.
 CHUNK_BYTES: Final = 64 * MIB
+# The same for what is only summed.
+SUMMED_BYTES: Final = 64 * MIB
 
 # Words are summed as [rows, ROW_WORDS], see ``checksum``.
 _ROW_WORDS: Final = 256
@@ -40,6 +44,33 @@ def sum_words(words: torch.Tensor, first_word: int = 0) -> torch.Tensor:
     of_rows = (row_sums * positions[:num_rows]).sum(1) * _ROW_WORDS
     of_columns = (column_sums * positions[1 : _ROW_WORDS + 1]).sum(1)
     return torch.stack((sum0, of_rows + of_columns + sum0 * first_word), 1)
+
+
+def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
+    """Return both sums of each part, on the device, int64 of shape [num_parts, 2].
+
+    Args:
+        parts: uint8, shape [size_bytes] each, of equal size, on one device. They are copied first.
+        first_word: of its plane, where each part starts.
+    """
+    size_bytes = parts[0].numel()
+    private = torch.stack(tuple(parts))
+    if size_bytes % ROW_BYTES:
+        private = torch.nn.functional.pad(private, (0, align_up(size_bytes, ROW_BYTES) - size_bytes))
+    return sum_words(private.view(torch.int64), first_word)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summing:
+    """How a device sums what is not moved.
+
+    Attributes:
+        sum_parts: as ``torchcopy.sum_parts``.
+        is_copying: parts are copied first, so no more than ``SUMMED_BYTES`` at once are asked for.
+    """
+
+    sum_parts: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+    is_copying: bool
 
 
 class _TorchJob(DeviceJob):
@@ -118,3 +149,6 @@ class TorchScatterJob(_TorchJob):
     ) -> None:
         private.copy_(part)
         table.index_copy_(0, slots, rows)
+
+
+SUMMING: Final = Summing(sum_parts, is_copying=True)

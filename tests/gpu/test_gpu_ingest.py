@@ -15,7 +15,7 @@ from snapd import cuda, cudamapping
 from snapd.client import Client
 from snapd.core.events import State
 from snapd.errors import ConfigError, InvalidRequest, Reason
-from snapd.kv import devicescatter, ingest
+from snapd.kv import devicescatter, ingest, torchcopy
 from snapd.kv.copy import gather
 from snapd.kv.devicecopy import CopyJobs, choose_copy
 from snapd.kv.ingest import Ingester, IngestJob
@@ -248,7 +248,7 @@ def test_of_a_snapshot_that_p_holds_in_part_the_rest_is_moved(
     daemon: Any, monkeypatch: pytest.MonkeyPatch, kind: str, had: int, pushed: int
 ) -> None:
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 1_000)
-    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 1_000)
+    monkeypatch.setattr(torchcopy, "SUMMED_BYTES", 1_000)
     with paired(daemon, KINDS[kind], tree=DeviceTree) as pair:
         check_halves(pair, had, pushed)
 

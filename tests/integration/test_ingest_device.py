@@ -26,7 +26,7 @@ from structlog.testing import capture_logs
 from snapd.client import Client
 from snapd.core.events import State
 from snapd.errors import ConfigError, ConnectionLost, InvalidRequest, InvariantBroken, Reason
-from snapd.kv import devicescatter, ingest, ingestjob
+from snapd.kv import devicescatter, ingest, ingestjob, torchcopy
 from snapd.kv.ingest import Ingester, IngestJob
 from snapd.mapping import MappedArena
 from snapd.units import MS_PER_S
@@ -92,7 +92,7 @@ def test_of_a_snapshot_that_p_holds_in_part_the_rest_is_moved(
     daemon: Any, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, kind: str, had: int, pushed: int
 ) -> None:
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 1_000)
-    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 1_000)
+    monkeypatch.setattr(torchcopy, "SUMMED_BYTES", 1_000)
     device.reads_at_launch = True
     page = KINDS[kind].page_size_tokens
     with paired(daemon, KINDS[kind]) as pair:

@@ -7,6 +7,7 @@ import torch
 
 from snapd.kv import copy as cpu_copy
 from snapd.kv.devicejob import DeviceJob, finish
+from snapd.kv.planes import SlabPlanes
 from snapd.kv.pool import KVPool
 
 POISON = 0xA5
@@ -91,6 +92,7 @@ def check_both_ways(
     plane_shift: int = 0,
     checksum: bool = True,
     piece_bytes: int | None = None,
+    is_slab: bool = False,
 ) -> None:
     """Gather and scatter on *device*; compare every byte of both sides, and the sums, with the CPU's copy."""
     num_tokens = slots.numel()
@@ -99,7 +101,9 @@ def check_both_ways(
     host_slab = torch.full((slab_bytes(stores.widths, num_tokens),), POISON, dtype=torch.uint8)
     slab = on_device(host_slab, device)
     host_planes = planes_in(host_slab, stores.widths, num_tokens, plane_shift)
-    planes = planes_in(slab, stores.widths, num_tokens, plane_shift)
+    planes: Sequence[torch.Tensor] = planes_in(slab, stores.widths, num_tokens, plane_shift)
+    if is_slab:
+        planes = SlabPlanes(slab, [(plane.data_ptr() - slab.data_ptr(), plane.numel()) for plane in planes])
 
     sums = cpu_copy.gather(stores.pool(host_stores), slots, host_planes, checksum=checksum)
     job = jobs.gather(stores.pool(device_stores), slots, planes, checksum=checksum, piece_bytes=piece_bytes)

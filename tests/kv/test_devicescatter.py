@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from snapd.errors import InvalidRequest
-from snapd.kv import devicescatter
+from snapd.kv import devicescatter, torchcopy
 from snapd.kv.checksum import ChecksumAccumulator, plane_checksum
 from snapd.kv.copy import ScatterJob
 from snapd.kv.devicejob import CopyInterrupted, DeviceMemoryFull
-from snapd.kv.devicescatter import DeviceScatter, PrivateMemory, sum_parts
+from snapd.kv.devicescatter import DeviceScatter, PrivateMemory
 from snapd.kv.hostscatter import HostScatter
-from snapd.kv.torchcopy import TorchScatterJob
+from snapd.kv.torchcopy import Summing, TorchScatterJob, sum_parts
 from tests.kv.device_cases import WIDTHS, Stores, planes_in, random_u8, slab_bytes, slots_of
 
 sys.path.append(str(Path(__file__).parents[1] / "integration"))
@@ -68,6 +68,7 @@ def new_scatter(
     private: PrivateMemory | None = None,
     stream: Any = None,
     stop_tokens: int | None = None,
+    summing: Summing = torchcopy.SUMMING,
 ) -> tuple[list[torch.Tensor], DeviceScatter]:
     targets = stores.poisoned()
     scatter = DeviceScatter(
@@ -82,6 +83,7 @@ def new_scatter(
         stream_of=lambda device: stream,
         after=None,
         private=private or PrivateMemory(CPU, None),
+        summing=summing,
     )
     return targets, scatter
 
@@ -103,7 +105,7 @@ def test_what_is_moved_and_summed_is_what_the_host_does(
     monkeypatch: pytest.MonkeyPatch, widths: list[int], skip_tokens: int, verify: bool
 ) -> None:
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
-    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 5_000)
+    monkeypatch.setattr(torchcopy, "SUMMED_BYTES", 5_000)
     stores = Stores(widths, 128, pad_bytes=2)
     slab = random_u8(slab_bytes(widths, 77))
     planes = planes_in(slab, widths, 77, 0)
@@ -129,7 +131,7 @@ def test_what_is_not_wanted_is_summed_and_not_moved(
     monkeypatch: pytest.MonkeyPatch, widths: list[int], skip: int, stop: int, verify: bool
 ) -> None:
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
-    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 5_000)
+    monkeypatch.setattr(torchcopy, "SUMMED_BYTES", 5_000)
     stores = Stores(widths, 128)
     planes = planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0)
     wanted = stop - skip
@@ -176,7 +178,7 @@ def test_two_scatters_take_turns_with_the_private_memory(
     """What one has copied there is used before the other copies, however small a step is."""
     widths = [7, 13, 300]
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 3_000)
-    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 100)
+    monkeypatch.setattr(torchcopy, "SUMMED_BYTES", 100)
     stores, slots, private = Stores(widths, 128), slots_of("random", 128, 76), PrivateMemory(CPU, None)
     slabs = [planes_in(random_u8(slab_bytes(widths, 77)), widths, 77, 0) for _ in range(2)]
     pairs = [new_scatter(stores, planes, slots, 1, kind=kind, private=private) for planes in slabs]
@@ -196,10 +198,9 @@ def full(*arguments: Any, **others: Any) -> torch.Tensor:
 @pytest.mark.parametrize("where", ["private memory", "sums"])
 def test_a_full_device_is_told_with_what_to_lower(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     planes = planes_in(random_u8(slab_bytes([7], 77)), [7], 77, 0)
-    _, scatter = new_scatter(Stores([7], 128), planes, slots_of("random", 128, 76), 1)
-    if where == "sums":
-        monkeypatch.setattr(devicescatter, "sum_parts", full)
-    else:
+    summing = Summing(full, is_copying=True) if where == "sums" else torchcopy.SUMMING
+    _, scatter = new_scatter(Stores([7], 128), planes, slots_of("random", 128, 76), 1, summing=summing)
+    if where == "private memory":
         monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(DeviceMemoryFull, match=r"Tried to allocate 256.00 MiB.\).*mem_fraction_static"):
         scatter.step(1)

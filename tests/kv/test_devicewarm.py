@@ -1,14 +1,15 @@
 """What is run once before anybody waits, on the CPU: tests/gpu has what it is for."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from snapd.kv import devicescatter, devicewarm
+from snapd.kv import devicescatter, devicewarm, torchcopy
 from snapd.kv.devicecopy import CopyJobs
 from snapd.kv.pool import KVPool
-from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
+from snapd.kv.torchcopy import Summing, TorchGatherJob, TorchScatterJob
 
 
 class Counting:
@@ -38,21 +39,17 @@ def test_every_kind_of_copy_runs_once_and_the_pool_stays_as_it_is() -> None:
     assert all(bool((buffer == 7).all()) for buffer in rows)
 
 
-def test_sums_of_one_part_and_of_several_are_run_with_and_without_a_ragged_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sums_of_one_part_and_of_several_are_run_with_and_without_a_ragged_end() -> None:
     """Torch takes other kernels for each, and for more words than one row of a sum has."""
     seen: set[tuple[bool, bool, bool, int]] = set()
-    sum_parts = devicescatter.sum_parts
 
     def watched(parts: Any, first_word: int) -> torch.Tensor:
         size_bytes = parts[0].numel()
         seen.add((len(parts) > 1, size_bytes > 2 * 2048, size_bytes % 2048 == 0, parts[0].data_ptr() % 16))
-        return sum_parts(parts, first_word)
+        return torchcopy.sum_parts(parts, first_word)
 
-    monkeypatch.setattr(devicewarm, "sum_parts", watched)
-    monkeypatch.setattr(devicescatter, "sum_parts", watched)
-    devicewarm.run_small(KVPool.mla([torch.zeros((16, 64), dtype=torch.uint8)] * 2), Counting().jobs)
+    jobs = dataclasses.replace(Counting().jobs, summing=Summing(watched, is_copying=True))
+    devicewarm.run_small(KVPool.mla([torch.zeros((16, 64), dtype=torch.uint8)] * 2), jobs)
     for is_many in (False, True):
         for is_whole in (False, True):
             assert {at for *kind, at in seen if kind == [is_many, True, is_whole]} >= {0, 1, 2, 4, 8}

@@ -3,7 +3,9 @@
 On a machine with a GPU they run there, else Triton's interpreter runs the kernel.
 """
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from hypothesis import strategies as st
 from snapd.errors import ExtraMissing, InvalidRequest, InvariantBroken
 from snapd.kv import copy as cpu_copy
 from snapd.kv import devicejob, devicescatter, gpucopy, torchcopy
-from snapd.kv.checksum import plane_checksum
+from snapd.kv.checksum import ChecksumAccumulator, plane_checksum
 from snapd.kv.devicejob import CopyInterrupted, DeviceMemoryFull, finish
 from snapd.kv.devicescatter import DeviceScatter, PrivateMemory
 from snapd.kv.gpucopy import GpuGatherJob, GpuScatterJob, gather_gpu, scatter_gpu
-from snapd.kv.pool import KVPool
+from snapd.kv.planes import SlabPlanes
+from snapd.kv.pool import KVPool, check_slots_of
 from snapd.kv.torchcopy import TorchGatherJob, TorchScatterJob
 from tests.kv.device_cases import (
     POISON,
@@ -65,6 +68,78 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
 def test_all_bytes_arrive_and_no_others_change(jobs: Jobs, widths: list[int], page: int, kind: str) -> None:
     check_both_ways(jobs, DEVICE, Stores(widths, 96, page), slots_of(kind, 96, 77, page))
+
+
+@both_kinds
+@pytest.mark.parametrize("shift", [0, 8, 3])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
+def test_planes_may_be_parts_of_a_slab(jobs: Jobs, widths: list[int], shift: int) -> None:
+    stores, slots = Stores(widths, 96), slots_of("random", 96, 77)
+    check_both_ways(jobs, DEVICE, stores, slots, plane_shift=shift, is_slab=True)
+
+
+def test_what_is_planned_for_a_pool_serves_other_slabs_and_other_numbers_of_tokens() -> None:
+    stores = Stores([64, 48, 7], 96)
+    buffers = [on_device(store, DEVICE) for store in stores.random()]
+    pool = stores.pool(buffers)
+    for num_tokens in (77, 5, 40):
+        slots = slots_of("random", 96, num_tokens)
+        for shift in (0, 3, 16):
+            slab = on_device(random_u8(slab_bytes(stores.widths, num_tokens)), DEVICE)
+            planes = planes_in(slab, stores.widths, num_tokens, shift)
+            for part in ((0, 1, 2), (2, 0)):
+                chosen = [planes[index] for index in part]
+                sums = finish(GpuGatherJob(pool, slots, chosen, part=part))
+                for index, its_sums in zip(part, sums, strict=True):
+                    assert torch.equal(planes[index].view(num_tokens, -1), pool.planes[index].rows[slots])
+                    assert its_sums == plane_checksum(planes[index].cpu())
+
+
+def test_what_is_planned_for_a_pool_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpucopy, "_PLANS_MAX", 2)
+    pool = Stores([64] * 4, 32).pool([on_device(store, DEVICE) for store in Stores([64] * 4, 32).random()])
+    for index in range(4):
+        plane = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
+        finish(GpuGatherJob(pool, torch.tensor([3]), [plane], part=(index,)))
+        assert torch.equal(plane, pool.planes[index].rows[3])
+    assert 0 < len(gpucopy._plans[pool]) <= 2
+    gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("at", [0, 8, 3])
+@pytest.mark.parametrize("first_word", [0, 1, 1 << 33])
+@pytest.mark.usefixtures("small")
+def test_sums_alone_are_those_of_the_checksum(
+    monkeypatch: pytest.MonkeyPatch, first_word: int, at: int
+) -> None:
+    """Parts of any sizes, where they lie; at an odd address torch sums, which takes parts of one size."""
+    monkeypatch.setattr(gpukernels, "_SUMS_WORDS", 64)
+    sizes_bytes = [4096 + 7] * 3 if at % 8 else [1, 7, 8, 15, 16, 17, 64 * 8 * 7 + 9, 4096, 64 * 8 * 9]
+    slab = random_u8(10 * 4 * 4096)
+    places = [(4096 * 4 * index + at, size_bytes) for index, size_bytes in enumerate(sizes_bytes)]
+    parts = SlabPlanes(on_device(slab, DEVICE), places)
+    expected = []
+    for start, size_bytes in places:
+        accumulator = ChecksumAccumulator()
+        accumulator.add(slab[start : start + size_bytes], first_word)
+        expected.append(accumulator.value)
+    for one in (parts, list(parts)):
+        sums = gpucopy.sum_parts(one, first_word).tolist()
+        assert [(sum0 % 2**64, sum1 % 2**64) for sum0, sum1 in sums] == expected
+
+
+@both_kinds
+def test_slots_that_were_checked_for_a_larger_pool_are_checked_again(jobs: Jobs) -> None:
+    pools = [Stores([64], num_slots).pool([torch.zeros(num_slots * 64, dtype=torch.uint8, device=DEVICE)])
+             for num_slots in (32, 64)]  # fmt: skip
+    plane = torch.zeros(2 * 64, dtype=torch.uint8, device=DEVICE)
+    checked = check_slots_of([pools[1]], torch.tensor([1, 40]), 2)
+    finish(jobs.gather(pools[1], checked, [plane]))
+    with pytest.raises(InvalidRequest, match="slots span 1 to 40, and the pool has 32"):
+        jobs.gather(pools[0], checked, [plane])
 
 
 @both_kinds

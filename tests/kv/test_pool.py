@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapd.errors import InvalidRequest, LayoutMismatch
-from snapd.kv.pool import KVPool
+from snapd.kv.pool import KVPool, check_slots_of
 from snapd.layout import Namespace
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -176,3 +176,14 @@ def test_bad_slots_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=match):
         pool_of(14, page_size_tokens).check_slots(slots, num_tokens)
+
+
+def test_slots_of_several_pools_are_right_for_the_smallest() -> None:
+    small, large = pool_of(14, 4), pool_of(16, 4)
+    checked = check_slots_of([large, small], torch.tensor([4, 5, 6, 7, 0, 1]), 6)
+    assert checked.fit(small) and checked.fit(large)
+    assert not checked.fit(pool_of(13, 4)) and not checked.fit(pool_of(16, 1))
+    rest = checked.from_token(4)
+    assert rest.slots.tolist() == [0, 1] and rest.fit(small)
+    with pytest.raises(InvalidRequest, match="the pool has 14"):
+        check_slots_of([large, small], torch.tensor([12, 13, 14, 15]), 4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from snapd.kv import devicescatter
+from snapd.kv import devicescatter, torchcopy
 from snapd.kv.checksum import PlaneChecksum, plane_checksum
 from snapd.kv.copy import ScatterJob
 from snapd.kv.devicescatter import DeviceScatter, PrivateMemory, ReadingLane
@@ -107,7 +107,7 @@ def test_a_group_is_there_and_compared_before_the_next_begins(
     monkeypatch: pytest.MonkeyPatch, kind: str, widths: list[int], skip: int, stop: int, step_bytes: int
 ) -> None:
     monkeypatch.setattr(devicescatter, "PRIVATE_BYTES", 10_000)
-    monkeypatch.setattr(devicescatter, "SUMMED_BYTES", 5_000)
+    monkeypatch.setattr(torchcopy, "SUMMED_BYTES", 5_000)
     case = Case(kind, widths, skip, stop)
     steps = seen = 0
     while not case.scatter.step(step_bytes):
