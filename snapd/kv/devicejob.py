@@ -338,7 +338,7 @@ class DeviceJob(abc.ABC):
         dtype = self._index_dtype if self._pool.num_slots <= INT32_SLOTS_MAX else torch.int64
         if self._given_slots.device.type == "cpu":
             assert self._checked_slots is not None
-            return self._to_device(self._checked_slots.to(dtype))
+            return self._to_device(self._checked_slots, dtype)
         if self._slots_arrived is None:
             # A copy, so that what is checked is what is used; in the given type, as a narrower one would cut.
             self._kept = [self._given_slots.clone()]
@@ -371,10 +371,10 @@ class DeviceJob(abc.ABC):
             self._finished = self.stream.record_event()
         self._is_launched = True
 
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.stream is None:
-            return host
-        pinned = host.pin_memory()
+            return host.to(dtype)
+        pinned = torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
         self._kept.append(pinned)
         return pinned.to(self._pool.device, non_blocking=True)
 

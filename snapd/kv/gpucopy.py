@@ -149,7 +149,7 @@ class _TritonJob(DeviceJob):
 
     def _prepare(self) -> None:
         plan = _plan(self._pool, self._part, self._plane_addresses)
-        table = self._to_device(_table(plan, self._plane_addresses, self._num_tokens))
+        table = self._to_device(_table(plan, self._plane_addresses, self._num_tokens), torch.int64)
         self._kept.append(table)
         self._groups = []
         start = 0

@@ -550,7 +550,7 @@ def test_what_an_interrupted_launch_has_begun_is_waited_for_and_never_done(
         KVPool.mla([random_u8(8, 8)]), torch.arange(4), [torch.zeros(32, dtype=torch.uint8)], checksum=False
     )
     job.stream = stream = FakeStream()
-    monkeypatch.setattr(job, "_to_device", lambda tensor: tensor)
+    monkeypatch.setattr(job, "_to_device", lambda tensor, dtype: tensor.to(dtype))
     with pytest.raises(KeyboardInterrupt):
         job.step(1)
     assert job.finished is stream.events[-1]
