@@ -50,6 +50,11 @@ class PieceGathering:
         """Whether every byte is in the buffer. Never waits."""
         return has_passed(self._event) and all(job.done for job in self._jobs)
 
+    def wait(self) -> None:
+        """Wait for the device, where there is something to wait for; other threads may run."""
+        if self._event is not None:
+            self._event.synchronize()
+
 
 class DeviceGather(abc.ABC):
     """Gathers a shard out of a pool on a device, piece by piece. Pool and slots must stay as they are.
@@ -89,6 +94,11 @@ class DeviceGather(abc.ABC):
         self._after = tuple(after)
         self._next_piece = 0
         self._under_way: list[PieceGathering] = []
+
+    @property
+    def num_pieces(self) -> int:
+        """How many there are, begun or not."""
+        return len(self._plans)
 
     @property
     def has_more(self) -> bool:
@@ -151,13 +161,8 @@ class DeviceGather(abc.ABC):
         self.bytes_done += gathering.payload_bytes
         return gathering.staged
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @abc.abstractmethod
     def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
@@ -321,10 +326,10 @@ class TritonGather(DeviceGather):
         return launches
 
     def _word_bytes(self, section: Section) -> int:
-        place = self._pool.planes[section.plane_index]
-        # Buffers are aligned to more than any word.
-        multiples = (place.stride_bytes, place.pitch_bytes, place.rows.data_ptr())
-        return widest_word_bytes(*multiples, section.at - section.start)
+        # Of the pool's side; buffers are aligned to more than any word.
+        word_bytes = self._pool.planes[section.plane_index].word_bytes
+        shift_bytes = section.at - section.start
+        return word_bytes if shift_bytes % word_bytes == 0 else widest_word_bytes(word_bytes, shift_bytes)
 
     def _row(self, section: Section, unit_bytes: int) -> list[int]:
         place = self._pool.planes[section.plane_index]
@@ -347,19 +352,17 @@ class TritonGather(DeviceGather):
         if self._stream is not None:
             for event in self._after:
                 self._stream.wait_event(event)
-            storages = {place.rows.untyped_storage().data_ptr(): place.rows for place in self._pool.planes}
-            for rows in storages.values():
-                rows.record_stream(self._stream)
-        self._table = self._to_device(torch.tensor(self._rows, dtype=torch.int64))
-        self._device_slots = self._to_device(self._slots.to(torch.int32))
+            self._pool.keep_for(self._stream)
+        self._table = self._to_device(torch.tensor(self._rows, dtype=torch.int64), torch.int64)
+        self._device_slots = self._to_device(self._slots, torch.int32)
         num_planes = len(self._pool.planes)
         self._device_sums = torch.zeros((num_planes, 2), dtype=torch.int64, device=self._pool.device)
         self._is_prepared = True
 
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:
-            return host
-        pinned = host.pin_memory()
+            return host.to(dtype)
+        pinned = torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
         self._kept.append(pinned)
         return pinned.to(self._pool.device, non_blocking=True)
 

@@ -9,6 +9,7 @@ Source: design, sections 7 and 8.
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
@@ -120,8 +121,9 @@ class DeviceRing:
         self._buffers: tuple[StagingBuffer, ...] = ()
         self._free: list[StagingBuffer] = []
         self._pid = os.getpid()
-        # Who keeps what a pusher left gives back in another thread.
+        # Who keeps what a pusher left gives back in another thread, and so does who writes.
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def buffers(self) -> tuple[StagingBuffer, ...]:
@@ -169,6 +171,24 @@ class DeviceRing:
             _lent[buffer.pid, buffer.address] = buffer
             return buffer
 
+    def take_soon(self, is_unwanted: Callable[[], bool]) -> StagingBuffer | None:
+        """Wait for a buffer, and return it; None: *is_unwanted* by now. Errors as ``allocate``.
+
+        Whoever changes what *is_unwanted* says calls ``wake``.
+        """
+        with self._lock:
+            while not is_unwanted():
+                buffer = self.take()
+                if buffer is not None:
+                    return buffer
+                self._changed.wait()
+            return None
+
+    def wake(self) -> None:
+        """Have those that wait for a buffer see whether it is still wanted."""
+        with self._lock:
+            self._changed.notify_all()
+
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back: nobody reads from it or writes to it any more.
 
@@ -181,6 +201,7 @@ class DeviceRing:
             del _lent[buffer.pid, buffer.address]
             buffer.filler = None
             self._free.append(buffer)
+            self._changed.notify_all()
 
     def trim(self) -> None:
         """Let go of the memory, unless something of it is lent; then it stays."""

@@ -16,6 +16,9 @@ from typing import Final, Protocol, TypeAlias
 
 from snapd.calls import Grant
 from snapd.kv.control import PushControl
+from snapd.kv.devicestaged import DeviceGather
+from snapd.kv.devicestaging import DeviceRing
+from snapd.kv.ringfeed import RingFeed, Room
 from snapd.kv.staging import Ring, StagingBuffer
 from snapd.kv.writers import RankWriter
 from snapd.transport.base import Progress, TicketState, Write
@@ -52,20 +55,18 @@ class Piece:
         self.is_released = False
 
 
-class Flight:
-    """A write under way.
+class _TicketFlight:
+    """A ticket of a writer that is under way.
 
     Attributes:
-        piece: what is written.
         progress: how it ended; None: it has not.
     """
 
-    __slots__ = ("_ticket", "_writer", "piece", "progress")
+    __slots__ = ("_ticket", "_writer", "progress")
 
-    def __init__(self, writer: RankWriter, ticket: int, piece: Piece) -> None:
+    def __init__(self, writer: RankWriter, ticket: int) -> None:
         self._writer = writer
         self._ticket = ticket
-        self.piece = piece
         self.progress: Progress | None = None
 
     def poll(self) -> None:
@@ -88,6 +89,53 @@ class Flight:
     def is_on_gpu(self) -> bool:
         """Whether a GPU of this process does it, and nobody else has to do anything."""
         return self._writer.is_local_copy
+
+
+class Flight(_TicketFlight):
+    """A write under way.
+
+    Attributes:
+        piece: what is written.
+    """
+
+    __slots__ = ("piece",)
+
+    def __init__(self, writer: RankWriter, ticket: int, piece: Piece) -> None:
+        super().__init__(writer, ticket)
+        self.piece = piece
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """How much is being written."""
+        return self.piece.write.size_bytes
+
+
+class FeedFlight(_TicketFlight):
+    """The writes of a feed under way. Buffers are the feed's.
+
+    Attributes:
+        piece: there is none.
+        feed: what is written.
+    """
+
+    __slots__ = ("feed",)
+    piece: Final = None
+
+    def __init__(self, writer: RankWriter, ticket: int, feed: RingFeed) -> None:
+        super().__init__(writer, ticket)
+        self.feed = feed
+
+    def poll(self) -> None:
+        """See how far it has come."""
+        super().poll()
+        if self.progress is not None and self.progress.state is not TicketState.DONE:
+            # A thread may still be gathering, or it was never asked for anything.
+            self.feed.stop()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """How much is being written."""
+        return self.feed.in_flight_bytes
 
 
 class Gathering(Protocol):
@@ -135,7 +183,7 @@ class GatherFlight:
         """Do nothing: what was launched runs."""
 
 
-AnyFlight: TypeAlias = Flight | GatherFlight
+AnyFlight: TypeAlias = Flight | FeedFlight | GatherFlight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +223,9 @@ class Flights:
         self._control = control
         self._in_flight_bytes_max = in_flight_bytes_max
         self._clock = clock
-        self._flying: list[Flight] = []
+        self._flying: list[Flight | FeedFlight] = []
+        self._feeds: list[RingFeed] = []
+        self._room = Room(in_flight_bytes_max)
         self._lingering: list[_Lingering] = []
         self._filling: list[_Filling] = []
         self._is_closed = False
@@ -184,7 +234,7 @@ class Flights:
     @property
     def in_flight_bytes(self) -> int:
         """How much jobs have under way."""
-        return sum(flight.piece.write.size_bytes for flight in self._flying)
+        return sum(flight.in_flight_bytes for flight in self._flying)
 
     @property
     def lingering(self) -> int:
@@ -193,13 +243,36 @@ class Flights:
 
     def has_room(self, size_bytes: int) -> bool:
         """Return whether so much more may be under way."""
-        return not self._flying or self.in_flight_bytes + size_bytes <= self._in_flight_bytes_max
+        in_flight_bytes = self.in_flight_bytes
+        return not in_flight_bytes or in_flight_bytes + size_bytes <= self._in_flight_bytes_max
 
     def submit(self, writer: RankWriter, piece: Piece) -> Flight:
         """Begin to write a piece; errors as ``ArenaWriter.submit``."""
         with self._lock:
             flight = Flight(writer, writer.submit(piece.buffer, piece.write), piece)
             self._flying.append(flight)
+            return flight
+
+    def submit_feed(
+        self, writer: RankWriter, source: DeviceGather, ring: DeviceRing, base_ptr: int, *, keeps_last: bool
+    ) -> FeedFlight:
+        """Begin to gather a shard into a ring, and to write it; errors as ``FeedWriter.submit_feed``.
+
+        Feeds share how much may be under way. What else is waits for them, and they do not wait for it.
+
+        Args:
+            writer: one that takes feeds.
+            source: what is sent.
+            ring: on its GPU.
+            base_ptr: where the arena starts.
+            keeps_last: see ``RingFeed``.
+        """
+        ring.allocate()
+        with self._lock:
+            feed = RingFeed(source, ring, base_ptr, self._room, keeps_last=keeps_last)
+            flight = FeedFlight(writer, writer.submit_feed(ring.buffers[0], feed), feed)
+            self._flying.append(flight)
+            self._feeds.append(feed)
             return flight
 
     def notify(self, writer: RankWriter, piece: Piece, text: str) -> Flight:
@@ -237,11 +310,13 @@ class Flights:
             self._poll_filling()
             for flight in self._flying:
                 flight.poll()
-                if flight.progress and flight.progress.state is TicketState.DONE and not flight.piece.is_kept:
+                is_done = flight.progress is not None and flight.progress.state is TicketState.DONE
+                if flight.piece is not None and is_done and not flight.piece.is_kept:
                     self.release(flight.piece)
             self._flying = [flight for flight in self._flying if flight.progress is None]
             for lingering in list(self._lingering):
                 self._poll_lingering(lingering)
+            self._feeds = [feed for feed in self._feeds if not feed.settle()]
 
     def stop(self, grant: Grant, rank: int, flights: Iterable[AnyFlight], *, is_drained: bool) -> bool:
         """End the writes of a rank of an attempt that is over; what is under way lingers.
@@ -295,14 +370,15 @@ class Flights:
         under_way: list[AnyFlight] = [*self._flying]
         for lingering in self._lingering:
             under_way += lingering.flights
-        return bool(self._filling) or any(flight.is_on_gpu for flight in under_way)
+        is_filling = bool(self._filling) or any(feed.is_gathering for feed in self._feeds)
+        return is_filling or any(flight.is_on_gpu for flight in under_way)
 
     def settle(self) -> bool:
         """See what has ended after ``close``; return whether nothing is under way. Any thread may call."""
         with self._lock:
             self._is_closed = True
             self.poll()
-            return not (self._flying or self._lingering or self._filling)
+            return not (self._flying or self._lingering or self._filling or self._feeds)
 
     def _settle(self, lingering: _Lingering) -> None:
         under_way: list[AnyFlight] = []

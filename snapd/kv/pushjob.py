@@ -28,8 +28,8 @@ class PushSettings(msgspec.Struct, frozen=True, kw_only=True):
             as some MiB of it.
         map_arenas: over ``nvlink_intra``, gather straight into arenas that the pool's GPU reaches, as over
             shared memory: there is no staging memory and no second copy then. False: write with Mooncake.
-        retries_max: how often a piece is written again, and how often in a row, with no write done between, a
-            peer that rests is waited for.
+        retries_max: how often a piece is written again (out of a GPU over Mooncake, a rank's whole part), and
+            how often in a row, with no write done between, a peer that rests is waited for.
         gather_threads: torch's threads while a piece is gathered on the CPU; None: as torch is set. On few
             cores more than one get in the way of the transport's own.
     """
@@ -58,7 +58,7 @@ class PushResult(msgspec.Struct, frozen=True, kw_only=True):
         gather_ms: time spent moving and summing bytes.
         total_ms: from the request to the last commit.
         attempts: how many there were; 2: it was prepared again, in a new life of the daemon.
-        retried_pieces: writes that failed and were repeated.
+        retried_pieces: writes that failed and were repeated; a rank's whole part counts once.
         drained: no write can still land.
     """
 

@@ -2,36 +2,39 @@
 
 For every rank: pieces are filled, written, and written again if that failed; when all are done, the rank is
 committed. On the CPU a piece is gathered ahead, not more: what waits in memory only leaves the cache. On a
-GPU gathers are launched into every buffer that is free; a piece is written when its gather is over.
+GPU gathers are launched into every buffer that is free; a piece is written when its gather is over. Or a
+writer takes feeds: then its threads do all of that, piece by piece, and here the feed's end is waited for.
 
 Source: design, sections 7 and 8.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from snapd.calls import Grant
 from snapd.errors import InvalidRequest, PeerResting, StaleHandle, TransportError
-from snapd.kv.control import Attempts, Commitment, PushControl, RankCommit
-from snapd.kv.devicestaged import DeviceGather, PieceGathering
+from snapd.kv.control import Attempts, PushControl, RankCommit
+from snapd.kv.devicestaged import DeviceGather
 from snapd.kv.devicestaging import DeviceRing
-from snapd.kv.flights import Flight, Flights, Piece, has_ended
+from snapd.kv.flights import FeedFlight, Flight, Flights, Piece, has_ended
 from snapd.kv.pushjob import GrantedJob, PushResult
 from snapd.kv.slabs import plane_places
 from snapd.kv.staged import StagedPiece, StagedSource
+from snapd.kv.stagedshard import Shard
 from snapd.kv.staging import Ring, StagingBuffer
 from snapd.kv.threads import torch_threads
-from snapd.kv.writers import RankWriter, Writers, arena_offer
+from snapd.kv.writers import Writers, arena_offer
 from snapd.layout import Layout
-from snapd.transport.base import TicketState, Write
+from snapd.transport.base import Progress, TicketState, Write
 from snapd.units import MS_PER_S
 from snapd.wire import HelloRep, RankGrant
 
 # How long to wait at most for a write, and for a peer that rests, before looking again.
 WAIT_S: Final = 0.000_5
 REST_WAIT_S_MAX: Final = 0.05
+# A feed wakes who waits for it; who looks meanwhile takes Python's lock from its threads.
+FEED_WAIT_S: Final = 0.005
 # A GPU fills a piece in less time than that, so waits look again and again; after so many in a row in which
 # nothing happened they sleep: a forward pass, or a peer, takes its time.
 BUSY_WAITS_MAX: Final = 4
@@ -47,7 +50,7 @@ RingFor: TypeAlias = Callable[[int], Ring]
 class _NotifiedCommit:
     """A commit that goes with the transfer. One that failed is made anew: it is idempotent."""
 
-    def __init__(self, job: "StagedJob", shard: "_Shard", text: str) -> None:
+    def __init__(self, job: "StagedJob", shard: "Shard", text: str) -> None:
         self._job = job
         self._shard = shard
         self._text = text
@@ -77,55 +80,10 @@ class _NotifiedCommit:
         """Do nothing: its write is stopped with the shard's others."""
 
 
-class _Shard:
-    """One rank's part of a push.
-
-    Attributes:
-        grant: where it goes.
-        source: what is sent; None: not begun.
-        writer: how it is written.
-        ring: where its buffers come from.
-        buffer: what is being filled by this thread.
-        filling: what is being filled by a GPU, in order.
-        ready: pieces that were filled, or failed, and are to be written.
-        flying: writes under way.
-        last_piece: the last one, if the commit goes behind it.
-        notice: the commit's own write.
-        is_drained: no write that was final so far can still land.
-        commit: the commit under way.
-        is_committed: the daemon has it.
-    """
-
-    def __init__(self, grant: RankGrant, ring: Ring) -> None:
-        self.grant = grant
-        self.ring = ring
-        self.source: StagedSource | DeviceGather | None = None
-        self.writer: RankWriter | None = None
-        self.filling: deque[tuple[StagingBuffer, PieceGathering]] = deque()
-        self.buffer: StagingBuffer | None = None
-        self.ready: deque[Piece] = deque()
-        self.flying: list[Flight] = []
-        self.last_piece: Piece | None = None
-        self.notice: Flight | None = None
-        self.is_drained = True
-        self.commit: Commitment | None = None
-        self.is_committed = False
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return isinstance(self.ring, DeviceRing)
-
-    @property
-    def is_gathered(self) -> bool:
-        return self.source is not None and self.source.done
-
-    @property
-    def is_written(self) -> bool:
-        return self.is_gathered and not self.ready and not self.flying
-
-
 class StagedJob(GrantedJob):
     """Gathers through staging buffers, and writes them. A step never waits for the peer.
+
+    What the transport asks for is not cut into steps: the first one begins all of it.
 
     Args:
         grant, layout, control, attempts, started_s: see ``GrantedJob``.
@@ -134,8 +92,8 @@ class StagedJob(GrantedJob):
         ring_for: where a rank's buffers come from.
         flights: the writes of this pusher.
         writers: the writers of this pusher.
-        retries_max: how often a piece is written again, and how often in a row, with no write done between, a
-            peer that rests is waited for.
+        retries_max: how often a piece, or a feed, is written again, and how often in a row, with no write
+            done between, a peer that rests is waited for.
         gather_threads: torch's threads while a piece is gathered.
         clock: seconds, monotonic.
     """
@@ -164,7 +122,7 @@ class StagedJob(GrantedJob):
         self._retries_max = retries_max
         self._gather_threads = gather_threads
         self._clock = clock
-        self._shards = [_Shard(rank_grant, ring_for(rank_grant.rank)) for rank_grant in grant.ranks]
+        self._shards = [Shard(rank_grant, ring_for(rank_grant.rank)) for rank_grant in grant.ranks]
         self._rests = 0  # Since the last write that was done.
         self._rest_until_s = 0.0
         self._has_moved = False
@@ -183,6 +141,10 @@ class StagedJob(GrantedJob):
     def wait(self) -> None:
         """Wait a little, unless the last step moved something."""
         if self.done or self._has_moved:
+            return
+        feeding = next((shard.feeding for shard in self._shards if shard.feeding is not None), None)
+        if feeding is not None:
+            feeding.feed.wait(FEED_WAIT_S)
             return
         commits = [shard.commit for shard in self._shards if shard.commit and not shard.is_committed]
         is_flying = any(shard.flying for shard in self._shards)
@@ -246,19 +208,43 @@ class StagedJob(GrantedJob):
         if (self._clock() - self._began_s) * MS_PER_S > self._lifetime_ms:
             raise TransportError(f"the push was not done within {self._lifetime_ms} ms")
 
-    def _settle(self, shard: _Shard) -> None:
+    def _settle(self, shard: Shard) -> None:
         """Take note of writes that are over; one that failed is written again."""
         for flight in [flight for flight in shard.flying if flight.progress is not None]:
             shard.flying.remove(flight)
             self._has_moved = True
             assert flight.progress is not None
-            if flight.progress.state is TicketState.DONE:
+            is_done = flight.progress.state is TicketState.DONE
+            if is_done:
                 self._rests = 0
-            else:
+            if isinstance(flight, FeedFlight):
+                self._settle_feed(shard, flight, is_done=is_done)
+            elif not is_done:
                 shard.ready.appendleft(flight.piece)
                 self.note_failure(shard, flight)
 
-    def note_failure(self, shard: _Shard, flight: Flight) -> None:
+    def _settle_feed(self, shard: Shard, flight: FeedFlight, *, is_done: bool) -> None:
+        """Take note of a feed that is over; one whose writes failed begins anew.
+
+        Raises:
+            Exception: its gathers failed.
+            TransportError: it failed too often.
+        """
+        self._gather_s += flight.feed.launch_s
+        if is_done:
+            kept = flight.feed.take_last()
+            if kept is not None:
+                shard.last_piece = Piece(shard.ring, *kept, is_kept=True)
+            return
+        assert flight.progress is not None
+        shard.source = None
+        shard.is_drained = shard.is_drained and flight.progress.is_drained
+        if flight.feed.error is not None:
+            raise flight.feed.error
+        shard.failed_feeds += 1
+        self._count_failure(shard, flight.progress, shard.failed_feeds)
+
+    def note_failure(self, shard: Shard, flight: Flight) -> None:
         """Count a write that failed.
 
         Raises:
@@ -267,10 +253,12 @@ class StagedJob(GrantedJob):
         assert flight.progress is not None
         shard.is_drained = shard.is_drained and flight.progress.is_drained
         flight.piece.failures += 1
-        if flight.piece.failures > self._retries_max:
+        self._count_failure(shard, flight.progress, flight.piece.failures)
+
+    def _count_failure(self, shard: Shard, progress: Progress, failures: int) -> None:
+        if failures > self._retries_max:
             raise TransportError(
-                f"rank {shard.grant.rank}: a write failed {flight.piece.failures} times: "
-                f"{flight.progress.detail}"
+                f"rank {shard.grant.rank}: a write failed {failures} times: {progress.detail}"
             )
         self._retried_pieces += 1
 
@@ -290,7 +278,7 @@ class StagedJob(GrantedJob):
                 shard.flying.append(flight)
                 self._has_moved = True
 
-    def notify(self, shard: _Shard, text: str) -> Flight | None:
+    def notify(self, shard: Shard, text: str) -> Flight | None:
         """Begin to write a shard's last piece once more, with a text behind it; None: not yet.
 
         Raises:
@@ -318,6 +306,9 @@ class StagedJob(GrantedJob):
         launched_bytes = 0
         for shard in (shard for shard in self._shards if shard.is_on_gpu):
             self._begin_source(shard)
+            if shard.is_fed:
+                self._feed(shard)
+                continue
             source = shard.source
             assert isinstance(source, DeviceGather)
             started_s = time.monotonic()
@@ -335,6 +326,23 @@ class StagedJob(GrantedJob):
                 self._has_moved = True
             self._gather_s += time.monotonic() - started_s
         return launched_bytes
+
+    def _feed(self, shard: Shard) -> None:
+        """Have the transport ask for a shard's pieces, if it does not."""
+        if shard.flying or shard.is_gathered or self._clock() < self._rest_until_s:
+            return
+        assert shard.writer is not None
+        assert isinstance(shard.source, DeviceGather) and isinstance(shard.ring, DeviceRing)
+        try:
+            flight = self._flights.submit_feed(
+                shard.writer, shard.source, shard.ring, shard.grant.snapshot_buf_base_ptr,
+                keeps_last=self._control.is_notifying,
+            )  # fmt: skip
+        except PeerResting as resting:
+            self._rest(resting)
+            return
+        shard.flying.append(flight)
+        self._has_moved = True
 
     def _collect(self) -> None:
         """Have pieces written whose gathers are over."""
@@ -361,12 +369,12 @@ class StagedJob(GrantedJob):
                 if shard.buffer is not None or moved_bytes >= max_bytes:
                     return
 
-    def _begin_source(self, shard: _Shard) -> None:
+    def _begin_source(self, shard: Shard) -> None:
         if shard.source is None:
             shard.source = self._make_source(shard.grant)
             shard.writer = self._writers.writer(self._hello, shard.grant.rank)
 
-    def _begin_piece(self, shard: _Shard) -> bool:
+    def _begin_piece(self, shard: Shard) -> bool:
         """Have a buffer that is being filled by this thread; return whether there is one."""
         self._begin_source(shard)
         assert not isinstance(shard.source, DeviceGather) and shard.source is not None
@@ -384,7 +392,7 @@ class StagedJob(GrantedJob):
             raise InvalidRequest(f"rank {grant.rank}: the planes are not those of the layout")
         return source
 
-    def _fill(self, shard: _Shard, max_bytes: int, moved_bytes: int) -> int:
+    def _fill(self, shard: Shard, max_bytes: int, moved_bytes: int) -> int:
         """Gather into the buffer, up to *max_bytes* with those before; return how many bytes."""
         assert not isinstance(shard.source, DeviceGather)
         assert shard.source is not None and shard.buffer is not None
@@ -396,9 +404,7 @@ class StagedJob(GrantedJob):
             shard.buffer = None
         return shard.source.bytes_done - before_bytes
 
-    def _make_ready(
-        self, shard: _Shard, buffer: StagingBuffer, staged: StagedPiece, *, is_last: bool
-    ) -> None:
+    def _make_ready(self, shard: Shard, buffer: StagingBuffer, staged: StagedPiece, *, is_last: bool) -> None:
         """Have a filled buffer written."""
         target_ptr = shard.grant.snapshot_buf_base_ptr + staged.offset_bytes
         write = Write(buffer.address, target_ptr, staged.size_bytes)
@@ -408,7 +414,7 @@ class StagedJob(GrantedJob):
             shard.last_piece = piece
         shard.ready.append(piece)
 
-    def _commit(self, shard: _Shard) -> None:
+    def _commit(self, shard: Shard) -> None:
         if shard.is_committed or not shard.is_written:
             return
         if shard.commit is None:
@@ -431,7 +437,7 @@ class StagedJob(GrantedJob):
 
     # --- the end -------------------------------------------------------------------------------
 
-    def _release_last(self, shard: _Shard) -> None:
+    def _release_last(self, shard: Shard) -> None:
         if shard.last_piece is not None:
             self._flights.release(shard.last_piece)
             shard.last_piece = None
@@ -440,7 +446,7 @@ class StagedJob(GrantedJob):
         """Write no more; return, for each rank, whether no write can still land."""
         return {shard.grant.rank: self._stop_shard(shard) for shard in self._shards}
 
-    def _stop_shard(self, shard: _Shard) -> bool:
+    def _stop_shard(self, shard: Shard) -> bool:
         if shard.commit is not None and not shard.is_committed:
             shard.commit.forget()
         if shard.buffer is not None:
@@ -457,6 +463,9 @@ class StagedJob(GrantedJob):
             self._flights.release(shard.last_piece)
         shard.ready.clear()
         is_drained = self._flights.stop(self.grant, shard.grant.rank, flights, is_drained=shard.is_drained)
+        if shard.feeding is not None:
+            # One that was over all the same has kept its last piece.
+            shard.feeding.feed.stop()
         # Only now: what is forgotten here is proven by nobody.
         shard.flying, shard.notice, shard.last_piece = [], None, None
         return is_drained

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from snapd.errors import ConfigError, TransportError, WrongRank
 from snapd.kv.peerwriter import PeerWriter
 from snapd.kv.staging import StagingBuffer
 from snapd.mooncakeconfig import MooncakeConfig
-from snapd.transport.base import ArenaWriter, Progress, Write
+from snapd.transport.base import ArenaWriter, FeedWriter, Progress, Write, WriteFeed
 from snapd.wire import ArenaOffer, HelloRep
 
 if TYPE_CHECKING:
@@ -133,6 +133,11 @@ class RankWriter:
         """Whether writes are copies of a GPU of this process, which end whatever a peer does."""
         return isinstance(self._writer, PeerWriter)
 
+    @property
+    def takes_feeds(self) -> bool:
+        """Whether ``submit_feed`` can be used."""
+        return getattr(self._writer, "takes_feeds", False)
+
     def make_known(self, buffer: StagingBuffer) -> None:
         """Make a buffer known before it is written from; errors as ``ArenaWriter.register_source``."""
         with current(self._device):
@@ -157,6 +162,17 @@ class RankWriter:
             self._make_known(buffer)
             ticket: int = submit(write, text)
         return ticket
+
+    def submit_feed(self, buffer: StagingBuffer, feed: WriteFeed) -> int:
+        """Write a feed, and return a ticket; errors as ``FeedWriter.submit_feed``.
+
+        Args:
+            buffer: any of those that it writes from: its region is that of all.
+            feed: what is written.
+        """
+        with current(self._device):
+            self._make_known(buffer)
+            return cast("FeedWriter", self._writer).submit_feed(feed)
 
     def _make_known(self, buffer: StagingBuffer) -> None:
         if buffer.region not in self._known:

@@ -7,6 +7,7 @@ One contract, kept by every transport and by the fake with faults that tests use
   that failed may land all the same (its bytes may lie in a socket's buffer of a peer that was stopped),
   so ``FAILED`` alone proves nothing.
 * ``cancel`` keeps what has not begun from beginning. What is under way cannot be called back.
+* A *feed* is a ticket whose writes come one after the other, while it runs.
 * A peer that failed is tried again, after a pause that grows; it is never given up for good.
 
 Source: design, section 7.
@@ -152,4 +153,50 @@ class ArenaWriter(Protocol):
 
     def close(self) -> None:
         """Begin nothing any more and let go of the arena. Writes under way may still land."""
+        ...
+
+
+class WriteFeed(Protocol):
+    """Writes that a transport asks for, one after the other, each when its source is ready to be read.
+
+    Several threads of the transport ask at once. Nothing but ``next`` waits, or raises.
+    """
+
+    def next(self) -> Write | None:
+        """Return the next write, and wait until it can be begun; None: there is no more, or it was stopped.
+
+        Raises:
+            Exception: there can be none, so the whole feed has failed.
+        """
+        ...
+
+    def over(self, write: Write) -> None:
+        """Take note that nothing reads a write's source any more: it is final, or it never began."""
+        ...
+
+    def stop(self) -> None:
+        """Give no more: ``next`` returns None soon, also where it waits. Twice is fine."""
+        ...
+
+    def ended(self) -> None:
+        """Take note that the ticket is final, so that whoever polls it need not wait."""
+        ...
+
+
+class FeedWriter(ArenaWriter, Protocol):
+    """An ``ArenaWriter`` that may take feeds."""
+
+    @property
+    def takes_feeds(self) -> bool:
+        """Whether it does, for the sources that it has."""
+        ...
+
+    def submit_feed(self, feed: WriteFeed) -> int:
+        """Write all that a feed gives, and return a ticket; it is done when every write is. Never waits.
+
+        How much is under way at a time is the feed's to say, as far as there are threads that ask.
+
+        Raises:
+            TransportError: as ``submit``.
+        """
         ...

@@ -9,6 +9,7 @@ longer than ``connect_timeout_s``.
 * The first failed write in a row does not make the peer rest, so that a piece can be tried again within
   its push; the second does, and so does a first contact that fails.
 * Out of a GPU, beginning a write may wait for what the GPU is doing, so it happens in a thread, in order.
+  There a writer takes feeds, too, which two threads of its own write.
 * A writer is for one life of a daemon. It goes on when its peer was only away; a daemon that was started
   anew has another epoch, and needs another writer.
 
@@ -19,16 +20,17 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
 
 from snapd.errors import TransportError
-from snapd.transport.base import Progress, TicketState, Write
+from snapd.transport.base import Progress, TicketState, Write, WriteFeed
 from snapd.transport.mooncake_calls import CALLS
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.transport.mooncake_engines import MooncakeEngines, Opening
+from snapd.transport.mooncake_feed import Feeder, Feeding
 from snapd.transport.mooncake_submitter import Current, Submission
 from snapd.units import MIB
 
@@ -65,14 +67,18 @@ class _Notice:
 
 
 class _Flight(msgspec.Struct):
-    """A write that has begun, or will: asked for by its id, or whoever begins it."""
+    """A write that has begun, or will: asked for by its id, or whoever begins it. Or a feed."""
 
     size_bytes: int
-    began: int | _Notice | Submission
+    began: int | _Notice | Submission | Feeding
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self.began.in_flight_bytes if isinstance(self.began, Feeding) else self.size_bytes
 
 
 class _Ticket(msgspec.Struct):
-    waiting: deque[Write]
+    waiting: deque[Write | WriteFeed]
     begun_in_round: int
     deadline_s: float
     text: str | None = None
@@ -125,6 +131,7 @@ class MooncakeWriter:
         self._tickets: dict[int, _Ticket] = {}
         self._last_ticket = 0
         self._opening: Opening | None = None
+        self._feeder = Feeder(engines.current)
         self._is_closed = False
         self._is_released = False
         self._lock = threading.RLock()
@@ -150,7 +157,11 @@ class MooncakeWriter:
                 many tickets are open, the writer is closed, or the peer rests (``PeerResting``). Nothing
                 began.
         """
-        return self._submit(writes, None)
+        with self._lock:
+            self._check_open()
+            for write in writes:
+                self._check_write(write)
+            return self._open_ticket(write for write in writes if write.size_bytes)
 
     def submit_notification(self, write: Write, text: str) -> int:
         """Begin a write that is followed by a text for the daemon, and return a ticket.
@@ -161,7 +172,28 @@ class MooncakeWriter:
         Raises:
             TransportError: as ``submit``.
         """
-        return self._submit([write], text)
+        with self._lock:
+            self._check_open()
+            self._check_write(write)
+            return self._open_ticket([write], text)
+
+    @property
+    def takes_feeds(self) -> bool:
+        """Whether the sources are on a GPU: elsewhere beginning a write does not wait."""
+        return self._engines.submitter is not None
+
+    def submit_feed(self, feed: WriteFeed) -> int:
+        """Write all that a feed gives, two writes at a time, and return a ticket.
+
+        It is asked when the feeds before it are over. What it has under way counts for other tickets, but
+        does not wait for them: it would have to be woken.
+
+        Raises:
+            TransportError: as ``submit``; a write that must not begin fails the ticket.
+        """
+        with self._lock:
+            self._check_open()
+            return self._open_ticket([feed])
 
     def poll(self, ticket: int) -> Progress:
         """Return how far a ticket has come, and begin what there is room for, of all tickets.
@@ -208,26 +240,18 @@ class MooncakeWriter:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _submit(self, writes: Sequence[Write], text: str | None) -> int:
-        with self._lock:
-            self._check_open()
-            for write in writes:
-                self._check_write(write)
-            if len(self._tickets) >= TICKETS_MAX:
-                raise TransportError(f"{TICKETS_MAX} tickets are open: poll them until they are final")
-            self._advance()  # Whether the peer has failed meanwhile.
-            begun_in_round = self._engines.backoff.begin(self._peer)
-            # The one that is under way will be found again; the failure of one that is over is past.
-            self._opening = None
-            self._last_ticket += 1
-            self._tickets[self._last_ticket] = _Ticket(
-                deque(write for write in writes if write.size_bytes or text is not None),
-                begun_in_round,
-                self._clock() + self._connect_timeout_s,
-                text,
-            )
-            self._advance()
-            return self._last_ticket
+    def _open_ticket(self, waiting: Iterable[Write | WriteFeed], text: str | None = None) -> int:
+        if len(self._tickets) >= TICKETS_MAX:
+            raise TransportError(f"{TICKETS_MAX} tickets are open: poll them until they are final")
+        self._advance()  # Whether the peer has failed meanwhile.
+        begun_in_round = self._engines.backoff.begin(self._peer)
+        # The one that is under way will be found again; the failure of one that is over is past.
+        self._opening = None
+        self._last_ticket += 1
+        deadline_s = self._clock() + self._connect_timeout_s
+        self._tickets[self._last_ticket] = _Ticket(deque(waiting), begun_in_round, deadline_s, text)
+        self._advance()
+        return self._last_ticket
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -257,7 +281,13 @@ class MooncakeWriter:
             ticket.is_cancelled = True
 
     def _withdraw(self, ticket: _Ticket) -> bool:
-        """Keep from beginning what a thread was to begin; return whether there was something."""
+        """Keep from beginning what a thread was to begin; return whether there was something.
+
+        A feed says itself, when it is looked at, whether it was cancelled.
+        """
+        for flight in ticket.flying:
+            if isinstance(flight.began, Feeding):
+                flight.began.cancel()
         before = len(ticket.flying)
         ticket.flying = [
             flight
@@ -278,6 +308,8 @@ class MooncakeWriter:
 
     def _has_ended(self, ticket: _Ticket, flight: _Flight) -> bool:
         began = flight.began
+        if isinstance(began, Feeding):
+            return self._has_fed(ticket, began)
         detail = f"a write to {self._segment_name} failed"
         if isinstance(began, _Notice):
             state, detail = began.state, began.error
@@ -293,6 +325,17 @@ class MooncakeWriter:
                 detail = f"{detail}; it may still land"
             self._fail(ticket, detail, may_retry_once=True)
         return True
+
+    def _has_fed(self, ticket: _Ticket, feeding: Feeding) -> bool:
+        progress = feeding.progress
+        ticket.is_cancelled = progress.state is TicketState.CANCELLED
+        if progress.state is TicketState.FAILED:
+            ticket.is_drained = progress.is_drained
+            if feeding.is_peers_failure:
+                self._fail(ticket, progress.detail, may_retry_once=True)
+            else:
+                ticket.failure = progress.detail
+        return progress.is_final
 
     def _fail(self, ticket: _Ticket, detail: str, *, may_retry_once: bool) -> None:
         ticket.waiting.clear()
@@ -323,36 +366,48 @@ class MooncakeWriter:
 
     def _begin(self) -> None:
         flying = [flight for ticket in self._tickets.values() for flight in ticket.flying]
-        flying_bytes = sum(flight.size_bytes for flight in flying)
+        flying_bytes = sum(flight.in_flight_bytes for flight in flying)
         flying_writes = len(flying)
         notices = sum(isinstance(flight.began, _Notice) for flight in flying)
         for ticket in self._tickets.values():
             while ticket.waiting:
-                write = ticket.waiting[0]
-                if flying_bytes and flying_bytes + write.size_bytes > self._in_flight_bytes_max:
+                first = ticket.waiting[0]
+                size_bytes = first.size_bytes if isinstance(first, Write) else 0
+                is_full = flying_bytes > 0 and flying_bytes + size_bytes > self._in_flight_bytes_max
+                # A commit is a few bytes, and would find no gap in what a feed has under way.
+                if is_full and ticket.text is None:
                     return
                 if flying_writes >= IN_FLIGHT_WRITES_MAX or notices >= NOTIFICATIONS_MAX:
                     return
-                if self._engines.submitter is not None and not self._engines.submitter.has_room:
+                if not self._threads_have_room(first):
                     return
                 ticket.waiting.popleft()
                 try:
-                    began = self._begin_one(write, ticket.text)
+                    began = self._begin_one(first, ticket.text)
                 except TransportError as error:
                     self._fail(ticket, str(error), may_retry_once=True)
                     break
                 notices += isinstance(began, _Notice)
                 ticket.has_written = True
-                ticket.flying.append(_Flight(write.size_bytes, began))
-                flying_bytes += write.size_bytes
+                ticket.flying.append(_Flight(size_bytes, began))
+                flying_bytes += size_bytes
                 flying_writes += 1
 
-    def _begin_one(self, write: Write, text: str | None) -> int | _Notice | Submission:
-        """Begin a write.
+    def _threads_have_room(self, first: Write | WriteFeed) -> bool:
+        if not isinstance(first, Write):
+            return self._feeder.has_room
+        return self._engines.submitter is None or self._engines.submitter.has_room
+
+    def _begin_one(self, write: Write | WriteFeed, text: str | None) -> int | _Notice | Submission | Feeding:
+        """Begin a write, or a feed.
 
         Raises:
             TransportError: it did not begin.
         """
+        if not isinstance(write, Write):
+            feeding = Feeding(self._engine, self._segment_name, write, self._check_write)
+            self._feeder.submit(feeding)
+            return feeding
         if text is not None:
             return _Notice(self._engine, self._segment_name, write, text, self._engines.current)
         if self._engines.submitter is not None:

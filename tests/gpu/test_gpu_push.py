@@ -34,6 +34,7 @@ from snapd.kv.copy import gather
 from snapd.kv.devicecopy import CopyJobs
 from snapd.kv.devicemapped import DeviceMappedJob
 from snapd.kv.devicestaging import allocate_gpu
+from snapd.kv.flights import FeedFlight, Flights
 from snapd.kv.pool import KVPool
 from snapd.kv.push import Pusher, PushJob, PushSettings
 from snapd.kv.slabs import Slabs
@@ -257,6 +258,26 @@ def test_a_large_snapshot_arrives_in_large_pieces(
         d.check_ready(job)
 
 
+@no_mooncake
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_mooncakes_threads_ask_for_the_pieces_of_a_ring(
+    daemons: Any, places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[FeedFlight] = []
+    submit_feed = Flights.submit_feed
+
+    def note(*arguments: Any, **options: Any) -> FeedFlight:
+        fed.append(submit_feed(*arguments, **options))
+        return fed[-1]
+
+    monkeypatch.setattr(Flights, "submit_feed", note)
+    with deployed(daemons("nvlink_intra"), BIG, (places[0],), BIG_SLOTS, SMALL_OF_BIG) as d:
+        job = finish(d.start(BIG_TOKENS))
+        assert len(fed) == 1
+        assert job.bytes_done == job.result.bytes > 100 * SMALL_OF_BIG.gpu_piece_bytes
+        d.check_ready(job)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_torchs_operations_do_the_same(daemons: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devicepush, "choose_copy", lambda device: TORCH)
@@ -418,8 +439,9 @@ def test_a_push_that_is_cancelled_behind_the_gpu_gives_drain_proof_when_it_is_tr
         forward = torch.cuda.Stream("cuda:0")
         asleep = sleep_on(forward)
         job = d.start(use_resident_hint=False, after=[asleep])
-        for _ in range(5):
-            assert not job.step(MIB)
+        # What a push through the ring launches, threads launch.
+        while not job.step(MIB) and transport != "shm" and d.pusher._gpus.ring_for(0).lent == 0:
+            job.wait()
         result = job.cancel(Reason.SESSION_NOT_RESIDENT)
         assert not asleep.query()
         assert job.grant is not None

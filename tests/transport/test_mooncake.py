@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from target import SIZE_BYTES, Target, wait_for
 from test_backoff import Clock
+from test_mooncake_feed import ListFeed
 
 from snapd.errors import PeerResting, TransportError
 from snapd.mooncakeconfig import MooncakeConfig
@@ -65,6 +66,17 @@ def finish(writer: MooncakeWriter, ticket: int) -> Progress:
     found: list[Progress] = []
     wait_for(lambda: found.append(writer.poll(ticket)) or found[-1].is_final)
     return found[-1]
+
+
+def test_what_a_feed_gives_arrives(
+    new_writer: MakeWriter, target: Target, source: tuple[mmap.mmap, int]
+) -> None:
+    writer = new_writer(target)
+    size_bytes = SIZE_BYTES // 64
+    feed = ListFeed([new_writer.write(target, number * size_bytes, size_bytes) for number in range(64)])
+    assert finish(writer, writer.submit_feed(feed)) == DONE
+    assert target.memory[:] == source[0][:]
+    assert feed.is_back
 
 
 def test_a_write_to_a_stopped_peer_runs_then_fails_and_lands_all_the_same(

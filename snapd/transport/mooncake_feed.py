@@ -1,0 +1,228 @@
+"""Writes what feeds give, out of a GPU, in two threads a writer.
+
+There Mooncake waits inside the call that begins a write, for the copy, with the interpreter's lock released.
+So one thread is in that call while the other waits for the next write, and the link is busy.
+
+Source: design, section 7.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from snapd.errors import TransportError
+from snapd.transport.base import Progress, TicketState, Write, WriteFeed
+from snapd.transport.mooncake_calls import CALLS
+from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
+from snapd.transport.mooncake_submitter import Current
+
+# More is not taken at a time, a writer.
+FEEDS_MAX: Final = 1_024
+_THREADS: Final = 2
+# A thread that had nothing to do for so long ends.
+_IDLE_S: Final = 10.0
+# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. No
+# yielding: it would take Python's lock from the thread that launches the next gather.
+_FIRST_PAUSE_S: Final = 0.000_02
+_LONGEST_PAUSE_S: Final = 0.000_5
+
+
+class Feeding:
+    """A feed that is to be written, is, or was. Any thread may look at it.
+
+    Once it was stopped, because it was cancelled or something failed, it is final when no write is under
+    way, whatever its threads still wait for: none of them begins a write then.
+
+    Attributes:
+        progress: how far it has come.
+        is_peers_failure: it failed because of a write, and not because of the feed.
+        in_flight_bytes: how much is being written.
+
+    Args:
+        engine: that writes.
+        segment_name: of the peer.
+        feed: what is written.
+        check: raises ``TransportError`` for a write that must not begin.
+    """
+
+    def __init__(
+        self, engine: MooncakeEngine, segment_name: str, feed: WriteFeed, check: Callable[[Write], None]
+    ) -> None:
+        self.progress = Progress(TicketState.RUNNING)
+        self.is_peers_failure = False
+        self.in_flight_bytes = 0
+        self._engine = engine
+        self._segment_name = segment_name
+        self._feed = feed
+        self._check = check
+        self._failure = ""
+        self._may_land = False
+        self._has_more = True
+        self._is_stopped = False
+        self._threads = 0
+        self._writing = 0
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Begin no further write. If it is final this has no effect."""
+        with self._lock:
+            if self.progress.is_final:
+                return
+            self._is_stopped = True
+        self._feed.stop()
+        self._conclude()
+
+    def enter(self) -> bool:
+        """Have the calling thread write some of it, with ``serve``; return whether there is need."""
+        with self._lock:
+            is_wanted = self._has_more and not self._is_stopped
+            self._threads += is_wanted
+            return is_wanted
+
+    def serve(self, current: Current) -> None:
+        """Write what the feed gives until there is no more."""
+        try:
+            with current():
+                while (write := self._feed.next()) is not None:
+                    try:
+                        self._check(write)
+                        if self._begin(write):
+                            self._write(write)
+                    finally:
+                        self._feed.over(write)
+        except BaseException as error:  # Whatever it was, whoever polls must hear of it.
+            self._fail(error, of_peer=False, may_land=False)
+        finally:
+            with self._lock:
+                self._has_more = False
+                self._threads -= 1
+            self._conclude()
+
+    def _begin(self, write: Write) -> bool:
+        """Take note that a write is about to begin; return whether it may."""
+        with self._lock:
+            if self._is_stopped:
+                return False
+            self._writing += 1
+            self.in_flight_bytes += write.size_bytes
+            return True
+
+    def _write(self, write: Write) -> None:
+        """Begin a write, and wait until it is final."""
+        may_land = False
+        try:
+            with CALLS.under_way():
+                may_land = True
+                try:
+                    batch_id = self._engine.submit(self._segment_name, write)
+                except TransportError:
+                    may_land = False
+                    raise
+            if self._last_state(batch_id) is WriteState.FAILED:
+                raise TransportError(f"a write to {self._segment_name} failed")
+        except BaseException as error:  # Whatever it was, whoever polls must hear of it.
+            self._fail(error, of_peer=True, may_land=may_land)
+        finally:
+            with self._lock:
+                self._writing -= 1
+                self.in_flight_bytes -= write.size_bytes
+
+    def _last_state(self, batch_id: int) -> WriteState:
+        """Wait for a write; return how it ended."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with CALLS.under_way():
+                state = self._engine.check(batch_id)
+            if state is not WriteState.RUNNING:
+                return state
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+    def _fail(self, error: BaseException, *, of_peer: bool, may_land: bool) -> None:
+        with self._lock:
+            self._is_stopped = True
+            self._may_land = self._may_land or may_land
+            if not self._failure:
+                self._failure = str(error) or type(error).__name__
+                self.is_peers_failure = of_peer
+        self._feed.stop()
+
+    def _conclude(self) -> None:
+        """Take note of the end, if this is it."""
+        with self._lock:
+            is_served = not self._has_more and self._threads == 0
+            if self.progress.is_final or self._writing or not (self._is_stopped or is_served):
+                return
+            if self._failure:
+                detail = f"{self._failure}; it may still land" if self._may_land else self._failure
+                self.progress = Progress(TicketState.FAILED, not self._may_land, detail)
+            else:
+                state = TicketState.CANCELLED if self._is_stopped else TicketState.DONE
+                self.progress = Progress(state, is_drained=True)
+        self._feed.ended()
+
+
+class Feeder:
+    """Two threads that write one feed after the other, both of them the same one. Idle ones end.
+
+    Args:
+        current: entered around all that a thread does for a feed.
+    """
+
+    def __init__(self, current: Current) -> None:
+        self._current = current
+        self._waiting: deque[Feeding] = deque()
+        self._threads = 0
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more is taken."""
+        return len(self._waiting) < FEEDS_MAX
+
+    def submit(self, feeding: Feeding) -> None:
+        """Have a feed written after those before it.
+
+        Raises:
+            TransportError: this is a fork of the process that made the writer, or there can be no thread.
+        """
+        if os.getpid() != self._pid:
+            raise TransportError("a writer is not for forks: its threads are in the process that made it")
+        with self._changed:
+            self._waiting.append(feeding)
+            try:
+                while self._threads < _THREADS:
+                    # A daemon thread: a GPU that hangs must not keep this process from ending.
+                    threading.Thread(target=self._run, name="snapd-feed", daemon=True).start()
+                    self._threads += 1
+            except RuntimeError as error:
+                if self._threads == 0:
+                    self._waiting.remove(feeding)
+                    raise TransportError(f"there is no thread to write in: {error}") from None
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while self._serve_next():
+            pass
+
+    def _serve_next(self) -> bool:
+        """Write some of the first feed that waits; return whether the thread goes on."""
+        with self._changed:
+            feeding = self._changed.wait_for(self._enter_first, _IDLE_S)
+            if feeding is None:
+                self._threads -= 1
+                return False
+        feeding.serve(self._current)
+        return True
+
+    def _enter_first(self) -> Feeding | None:
+        """Enter the first feed that needs it; let go of those that do not."""
+        while self._waiting:
+            if self._waiting[0].enter():
+                return self._waiting[0]
+            self._waiting.popleft()
+        return None
