@@ -17,6 +17,7 @@ from snapd.errors import InvalidRequest, SnapdError
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
 from snapd.kv.planes import SlabPlanes, check_planes, owners
 from snapd.kv.pool import CheckedSlots, KVPool
+from snapd.kv.threads import torch_threads
 from snapd.units import align_up
 
 _MOD: Final = 1 << 64
@@ -65,6 +66,13 @@ def to_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Ten
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def pinned_copy(host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of *host* as *dtype*, in memory that a GPU can copy from while the host goes on."""
+    # Less work than waking torch's threads.
+    with torch_threads(1):
+        return torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
 
 
 class Streams:
@@ -374,7 +382,7 @@ class DeviceJob(abc.ABC):
     def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.stream is None:
             return host.to(dtype)
-        pinned = torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
+        pinned = pinned_copy(host, dtype)
         self._kept.append(pinned)
         return pinned.to(self._pool.device, non_blocking=True)
 

@@ -20,7 +20,7 @@ from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
 from snapd.kv.devicecopy import CopyJobs, SlotCopy
-from snapd.kv.devicejob import has_passed, memory_errors, to_host
+from snapd.kv.devicejob import has_passed, memory_errors, pinned_copy, to_host
 from snapd.kv.pool import KVPool, widest_word_bytes
 from snapd.kv.staged import PiecePlan, Section, StagedPiece, plan_gather
 from snapd.kv.staging import StagingBuffer
@@ -291,17 +291,18 @@ class TritonGather(DeviceGather):
 
     def _plan_launches(self) -> list[list[_Launch]]:
         """Return the launches of each piece, and make the table's rows."""
-        words = {
-            (index, plan_index): self._word_bytes(section)
-            for plan_index, plan in enumerate(self._plans)
-            for index, section in enumerate(plan.sections)
-        }
+        pieces: list[dict[int, list[Section]]] = []
         widths: dict[int, dict[int, int]] = {}
-        for (index, plan_index), word_bytes in words.items():
-            plane_index = self._plans[plan_index].sections[index].plane_index
-            unit_bytes = min(word_bytes, _UNIT_BYTES_MAX)
-            width_units = self._pool.planes[plane_index].stride_bytes // unit_bytes
-            widths.setdefault(word_bytes, {})[plane_index] = width_units
+        for plan in self._plans:
+            by_word: dict[int, list[Section]] = {}
+            for section in plan.sections:
+                by_word.setdefault(self._word_bytes(section), []).append(section)
+            for word_bytes, alike in by_word.items():
+                of_word = widths.setdefault(word_bytes, {})
+                for section in alike:
+                    stride_bytes = self._pool.planes[section.plane_index].stride_bytes
+                    of_word[section.plane_index] = stride_bytes // min(word_bytes, _UNIT_BYTES_MAX)
+            pieces.append(by_word)
         # As for the whole pool, so that what was compiled for it serves every part.
         how = {
             word_bytes: self._kernels.plan_launch(
@@ -312,15 +313,16 @@ class TritonGather(DeviceGather):
             for word_bytes, units in widths.items()
         }
         launches: list[list[_Launch]] = []
-        for plan_index, plan in enumerate(self._plans):
+        for by_word in pieces:
             of_piece: list[_Launch] = []
-            by_word: dict[int, list[Section]] = {}
-            for index, section in enumerate(plan.sections):
-                by_word.setdefault(words[index, plan_index], []).append(section)
             for word_bytes, alike in by_word.items():
+                rows = [self._row(section, min(word_bytes, _UNIT_BYTES_MAX)) for section in alike]
                 first = len(self._rows)
-                self._rows += [self._row(section, min(word_bytes, _UNIT_BYTES_MAX)) for section in alike]
-                span_tokens = max(stop - start for start, stop in map(self._tokens, alike))
+                self._rows += rows
+                span_tokens = max(
+                    row[self._kernels.TOKEN_STOP_COLUMN] - row[self._kernels.TOKEN_START_COLUMN]
+                    for row in rows
+                )
                 of_piece.append(_Launch(first, len(self._rows), span_tokens, how[word_bytes]))
             launches.append(of_piece)
         return launches
@@ -333,19 +335,16 @@ class TritonGather(DeviceGather):
 
     def _row(self, section: Section, unit_bytes: int) -> list[int]:
         place = self._pool.planes[section.plane_index]
+        stride_bytes = place.stride_bytes
         return self._kernels.table_row(
             place.rows.data_ptr(),
             section.at - section.start,
             place.pitch_bytes // unit_bytes,
-            place.stride_bytes // unit_bytes,
+            stride_bytes // unit_bytes,
             section.plane_index,
-            *self._tokens(section),
+            section.start // stride_bytes,
+            section.stop // stride_bytes,
         )
-
-    def _tokens(self, section: Section) -> tuple[int, int]:
-        """Return the first token and one past the last."""
-        stride_bytes = self._pool.planes[section.plane_index].stride_bytes
-        return section.start // stride_bytes, section.stop // stride_bytes
 
     def _prepare(self) -> None:
         """Bring slots and the table to the device; on the stream."""
@@ -362,7 +361,7 @@ class TritonGather(DeviceGather):
     def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:
             return host.to(dtype)
-        pinned = torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
+        pinned = pinned_copy(host, dtype)
         self._kept.append(pinned)
         return pinned.to(self._pool.device, non_blocking=True)
 

@@ -29,6 +29,7 @@ from snapd.units import ceil_div
 # token; the rest keeps every row aligned, so that no slice of a table needs a kernel of its own.
 TABLE_COLUMNS: Final = 8
 PLANE_ADDRESS_COLUMN: Final = 1
+TOKEN_START_COLUMN: Final = 5
 TOKEN_STOP_COLUMN: Final = 6
 _TABLE_COLUMNS = tl.constexpr(TABLE_COLUMNS)
 

@@ -24,10 +24,11 @@ FEEDS_MAX: Final = 1_024
 _THREADS: Final = 2
 # A thread that had nothing to do for so long ends.
 _IDLE_S: Final = 10.0
-# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. No
-# yielding: it would take Python's lock from the thread that launches the next gather.
-_FIRST_PAUSE_S: Final = 0.000_02
+# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. So a pause
+# is a part of what was waited so far. No yielding: it would take Python's lock from whoever launches a gather.
+_SHORTEST_PAUSE_S: Final = 0.000_02
 _LONGEST_PAUSE_S: Final = 0.000_5
+_PAUSE_PART: Final = 0.125
 
 
 class Feeding:
@@ -132,14 +133,14 @@ class Feeding:
 
     def _last_state(self, batch_id: int) -> WriteState:
         """Wait for a write; return how it ended."""
-        pause_s = _FIRST_PAUSE_S
+        began_s = time.perf_counter()
         while True:
             with CALLS.under_way():
                 state = self._engine.check(batch_id)
             if state is not WriteState.RUNNING:
                 return state
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = (time.perf_counter() - began_s) * _PAUSE_PART
+            time.sleep(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
 
     def _fail(self, error: BaseException, *, of_peer: bool, may_land: bool) -> None:
         with self._lock:
