@@ -17,9 +17,10 @@ from snapd.kv.staging import StagingBuffer
 from snapd.transport.base import Write
 from snapd.transport.mooncake_calls import CALLS
 
-# The first gather may come after a whole forward pass.
-_FIRST_PAUSE_S: Final = 0.000_02
-_LONGEST_PAUSE_S: Final = 0.000_5
+# The first gather may come after a whole forward pass. A pause is a part of what was waited so far.
+_SHORTEST_PAUSE_S: Final = 0.000_02
+_LONGEST_PAUSE_S: Final = 0.000_2
+_PAUSE_PART: Final = 0.125
 
 
 class Room:
@@ -157,11 +158,11 @@ class RingFeed:
 
     def _wait(self, gathering: PieceGathering) -> bool:
         """Wait for a gather; return whether it is over: else the feed was stopped before."""
-        pause_s = _FIRST_PAUSE_S
+        began_s = time.perf_counter()
         while not self._is_over(gathering):
-            if self._is_stopped.wait(pause_s):
+            pause_s = (time.perf_counter() - began_s) * _PAUSE_PART
+            if self._is_stopped.wait(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)):
                 return False
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._is_flowing = True
         return True
 

@@ -24,8 +24,8 @@ FEEDS_MAX: Final = 1_024
 _THREADS: Final = 2
 # A thread that had nothing to do for so long ends.
 _IDLE_S: Final = 10.0
-# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. So a pause
-# is a part of what was waited so far. No yielding: it would take Python's lock from whoever launches a gather.
+# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. So a
+# pause is a part of what was waited so far. No yielding, which would take Python's lock from other threads.
 _SHORTEST_PAUSE_S: Final = 0.000_02
 _LONGEST_PAUSE_S: Final = 0.000_5
 _PAUSE_PART: Final = 0.125
