@@ -183,8 +183,14 @@ def forward_slowdown(data: Data, slots: torch.Tensor, rounds: int) -> dict[str, 
 @click.option("--layers", default=LAYERS, show_default=True, help="Layers, with K and V each.")
 @click.option("--rounds", default=11, show_default=True, help="Rounds; the median of each figure is shown.")
 @click.option("--fallback", is_flag=True, help="Measure the copies by torch's own operations too.")
+@click.option(
+    "--link", "link_gb_per_s", type=float, metavar="GB/S",
+    help="Push through the ring behind an emulated link of this speed, too.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def main(tokens: int, layers: int, rounds: int, fallback: bool, as_json: bool) -> None:
+def main(
+    tokens: int, layers: int, rounds: int, fallback: bool, link_gb_per_s: float | None, as_json: bool
+) -> None:
     """Measure the GPU copies: K and V of 4 heads, 128 wide, bfloat16, in every layer."""
     if not torch.cuda.is_available():
         raise click.ClickException("there is no GPU that torch can use")
@@ -201,7 +207,7 @@ def main(tokens: int, layers: int, rounds: int, fallback: bool, as_json: bool) -
         for name, ms in times_ms.items()
     }
     slowdown = forward_slowdown(data, data.slots(is_random=True), rounds)
-    pushes = push_figures(data, device, rounds)
+    pushes = push_figures(data, device, rounds, link_gb_per_s)
     result = {
         "device": torch.cuda.get_device_name(device),
         "bytes": data.moved_bytes,

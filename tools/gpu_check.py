@@ -46,7 +46,8 @@ STEPS: Final[dict[str, tuple[str, ...]]] = {
         "3",
         "--json",
     ),
-    "copies and pushes": ("tools/bench_gpu.py", "--json"),
+    # What NVLink was seen to carry between two GPUs.
+    "copies and pushes": ("tools/bench_gpu.py", "--link", "395", "--json"),
 }
 # What is shown of a benchmark's object.
 FIGURES: Final = (

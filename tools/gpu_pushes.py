@@ -26,6 +26,7 @@ from snapd.transport.base import Write
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.units import GIB, MIB, MS_PER_S, align_up
 from tools.gpu_data import LEAD_CYCLES, Data
+from tools.gpu_link import Link, LinkEngine, link_writers
 
 _START_S = 60.0
 # Room for what is pushed and what is written raw.
@@ -76,17 +77,26 @@ PUSH_SETTINGS: Final = {
 
 
 class PushBench:
-    """Pushes of *data* into one daemon, and raw writes of as many bytes into the same arena."""
+    """Pushes of *data* into one daemon, and raw writes of as many bytes into the same arena.
 
-    def __init__(self, client: Client, data: Data, settings: PushSettings) -> None:
+    With *link* both are behind it.
+    """
+
+    def __init__(self, client: Client, data: Data, settings: PushSettings, link: Link | None = None) -> None:
         self.client = client
         self.data = data
         self.slots = data.slots(is_random=True)
         self.tokens = list(range(self.slots.numel()))
         self.config = MooncakeConfig(settings={"MC_LOG_LEVEL": "ERROR"})
+        self.link = link
+        writer_for = None
+        if link is not None:
+            bytes_max = settings.gpu_in_flight_bytes_max
+            writer_for = link_writers(self.config, link, data.slab.device, bytes_max)
         self.pusher = Pusher(
-            client, {0: data.pool}, mooncake=self.config, send_page_keys=False, settings=settings
-        )
+            client, {0: data.pool},
+            mooncake=self.config, send_page_keys=False, settings=settings, writer_for=writer_for,
+        )  # fmt: skip
         client.declare_layout(0, self.pusher.layout)
         self.hello = client.connect()
         self.device = data.slab.device
@@ -157,7 +167,8 @@ class PushBench:
             if self._raw is None:
                 # The package itself: whatever snapd does around it counts against a push.
                 protocol = self.hello.mooncake.protocol
-                self._raw = MooncakeEngine(msgspec.structs.replace(self.config, protocol=protocol))
+                config = msgspec.structs.replace(self.config, protocol=protocol)
+                self._raw = MooncakeEngine(config) if self.link is None else LinkEngine(config, self.link)
                 self._raw.register(self.data.slab.data_ptr(), self.data.slab.numel())
                 self._raw.open(segment_name, self.hello.arenas[0].base_ptr)
             self._number += 1
@@ -209,9 +220,14 @@ def _raw_times(write: Callable[[], object], device: torch.device) -> dict[str, f
 
 
 def measure_push(
-    data: Data, transport: str, target: torch.device, rounds: int, settings_of_d: PushSettings
+    data: Data,
+    transport: str,
+    target: torch.device,
+    rounds: int,
+    settings_of_d: PushSettings,
+    link: Link | None = None,
 ) -> dict[str, Any]:
-    """Measure pushes into an arena on *target*; what cannot be run says why.
+    """Measure pushes into an arena on *target*, behind *link* if there is one; what cannot be run says why.
 
     Returns:
         ``gpu_ms`` (by CUDA events: from the first byte gathered to the last in the arena), and by the clock
@@ -235,7 +251,7 @@ def measure_push(
         with daemon_process(**settings) as path, Client(path, timeout_s=_START_S) as client:
             client.connect()
             cost_bytes = free_bytes - torch.cuda.mem_get_info(target)[0] - arena_bytes
-            bench = PushBench(client, data, settings_of_d)
+            bench = PushBench(client, data, settings_of_d, link)
             try:
                 figures = _push_figures(bench, transport, target, rounds)
             finally:
@@ -265,8 +281,13 @@ def _push_figures(bench: PushBench, transport: str, target: torch.device, rounds
     }
 
 
-def push_figures(data: Data, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Measure pushes over both transports into this GPU, and into another one if there is one."""
+def push_figures(
+    data: Data, device: torch.device, rounds: int, link_gb_per_s: float | None = None
+) -> dict[str, Any]:
+    """Measure pushes over both transports into this GPU, and into another one if there is one.
+
+    With *link_gb_per_s* also those through the ring into this GPU, behind an emulated link.
+    """
     targets = {"one_gpu": device}
     if torch.cuda.device_count() > 1:
         targets["two_gpus"] = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
@@ -275,6 +296,12 @@ def push_figures(data: Data, device: torch.device, rounds: int) -> dict[str, Any
         for way, settings in PUSH_SETTINGS.items():
             result[f"nvlink_intra, {way}, {name}"] = measure_push(data, "mooncake", target, rounds, settings)
         result[f"shm, {name}"] = measure_push(data, "shm", target, rounds, PushSettings())
+    if link_gb_per_s is not None:
+        link = Link(device, link_gb_per_s * 1e9)
+        for way in (way for way, settings in PUSH_SETTINGS.items() if not settings.map_arenas):
+            result[f"nvlink_intra, {way}, a link of {link_gb_per_s:g} GB/s emulated"] = measure_push(
+                data, "mooncake", device, rounds, PUSH_SETTINGS[way], link
+            )
     if "two_gpus" not in targets:
         result["two_gpus"] = {"error": "there is one GPU"}
     return result

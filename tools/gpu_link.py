@@ -1,0 +1,93 @@
+"""A slower link than a GPU's own memory, emulated, for machines with one GPU.
+
+Bytes are written by Mooncake as ever. But the call that begins a write comes back only when a link of the
+given speed would have carried them, as it does between two GPUs: it waits for the copy, and other threads may
+run.
+"""
+
+import functools
+import threading
+from typing import Final
+
+import msgspec
+import torch
+
+from snapd.kv.writers import WriterFor, arena_offer, current
+from snapd.mooncakeconfig import MooncakeConfig
+from snapd.transport.base import ArenaWriter, Write
+from snapd.transport.mooncake_engine import MooncakeEngine
+from snapd.transport.mooncake_engines import MooncakeEngines
+from snapd.transport.mooncake_writer import MooncakeWriter
+from snapd.units import MS_PER_S
+from snapd.wire import HelloRep
+
+_CALIBRATION_CYCLES: Final = 20_000_000
+
+
+class Link:
+    """Carries one write after the other.
+
+    Args:
+        device: whose time is taken.
+        bytes_per_s: its speed.
+    """
+
+    def __init__(self, device: torch.device, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._cycles_per_s = 0.0
+        for _ in range(3):  # The first ones have the clocks go up.
+            self._cycles_per_s = self._calibrate()
+
+    def _calibrate(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            start.record(self._stream)
+            torch.cuda._sleep(_CALIBRATION_CYCLES)  # type: ignore[no-untyped-call]
+            end.record(self._stream)
+        end.synchronize()
+        return _CALIBRATION_CYCLES / (float(start.elapsed_time(end)) / MS_PER_S)
+
+    def carry(self, size_bytes: int) -> None:
+        """Wait until so many bytes, and those before them, would have been carried."""
+        cycles = int(self._cycles_per_s * size_bytes / self.bytes_per_s)
+        with self._lock, torch.cuda.stream(self._stream):
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            over = self._stream.record_event()
+        over.synchronize()
+
+
+class LinkEngine(MooncakeEngine):
+    """A TransferEngine behind *link*."""
+
+    def __init__(self, config: MooncakeConfig, link: Link) -> None:
+        super().__init__(config)
+        self._link = link
+
+    def submit(self, segment_name: str, write: Write) -> int:
+        """Begin a write, and return its id when the link has carried it."""
+        batch_id = super().submit(segment_name, write)
+        self._link.carry(write.size_bytes)
+        return batch_id
+
+
+def link_writers(config: MooncakeConfig, link: Link, device: torch.device, bytes_max: int) -> WriterFor:
+    """Return what makes writers behind *link*, as ``mooncake_writers`` does without one."""
+
+    def make(hello: HelloRep, rank: int, epoch: str) -> ArenaWriter:
+        address = hello.mooncake
+        assert address is not None
+        own = msgspec.structs.replace(
+            config, protocol=address.protocol, metadata_server=address.metadata_server
+        )
+        engines = MooncakeEngines(
+            own, make=lambda config: LinkEngine(config, link), current=functools.partial(current, device)
+        )
+        arena = arena_offer(hello, rank)
+        return MooncakeWriter(
+            engines, address.segment_name, epoch, arena.base_ptr, arena.size_bytes,
+            in_flight_bytes_max=bytes_max,
+        )  # fmt: skip
+
+    return make
