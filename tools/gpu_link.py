@@ -1,8 +1,8 @@
-"""A slower link than a GPU's own memory, emulated, for machines with one GPU.
+"""A link between two GPUs, emulated, for machines with one: it takes time, and carries nothing.
 
-Bytes are written by Mooncake as ever. But the call that begins a write comes back only when a link of the
-given speed would have carried them, as it does between two GPUs: it waits for the copy, and other threads may
-run.
+The call that begins a write comes back when a link of the given speed would have carried the bytes, as
+Mooncake's does between two GPUs, and other threads may run meanwhile. So it is seen what all that is around
+the writes adds to them.
 """
 
 import functools
@@ -15,13 +15,14 @@ import torch
 from snapd.kv.writers import WriterFor, arena_offer, current
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport.base import ArenaWriter, Write
-from snapd.transport.mooncake_engine import MooncakeEngine
+from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
 from snapd.units import MS_PER_S
 from snapd.wire import HelloRep
 
 _CALIBRATION_CYCLES: Final = 20_000_000
+_DONE: Final = 1
 
 
 class Link:
@@ -59,17 +60,20 @@ class Link:
 
 
 class LinkEngine(MooncakeEngine):
-    """A TransferEngine behind *link*."""
+    """A TransferEngine whose writes take as long as over *link*, and are none."""
 
     def __init__(self, config: MooncakeConfig, link: Link) -> None:
         super().__init__(config)
         self._link = link
 
     def submit(self, segment_name: str, write: Write) -> int:
-        """Begin a write, and return its id when the link has carried it."""
-        batch_id = super().submit(segment_name, write)
+        """Wait for the link; return an id that is done."""
         self._link.carry(write.size_bytes)
-        return batch_id
+        return _DONE
+
+    def check(self, batch_id: int) -> WriteState:
+        """Return that it is done."""
+        return WriteState.DONE
 
 
 def link_writers(config: MooncakeConfig, link: Link, device: torch.device, bytes_max: int) -> WriterFor:
