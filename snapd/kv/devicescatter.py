@@ -166,6 +166,11 @@ class DeviceScatter:
         self._skip_tokens = skip_tokens
         self._stop_tokens = num_tokens if stop_tokens is None else stop_tokens
         self._num_tokens = num_tokens
+        # Behind a plane of a slab there is another one, or none.
+        if not 0 <= skip_tokens <= self._stop_tokens <= num_tokens:
+            raise InvalidRequest(
+                f"tokens {skip_tokens} to {self._stop_tokens} are wanted of a slab of {num_tokens}"
+            )
         self._verify = verify
         self._stream = stream_of(pool.device)
         source_device = self._sources[0].device

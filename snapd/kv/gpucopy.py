@@ -214,7 +214,8 @@ def scatter_gpu(
 def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
     """Return both sums of each part, on the device, int64 of shape [num_parts, 2], in one pass.
 
-    Args and units as of ``torchcopy.sum_parts``, but that parts may differ in size and stay where they are.
+    Args and units as of ``torchcopy.sum_parts``, but that parts that all start at multiples of 8 bytes stay
+    where they are, and may differ in size.
     """
     extents = extents_of(parts)
     if any(address % WORD_BYTES for address, _ in extents):
@@ -229,7 +230,10 @@ def sum_parts(parts: Sequence[torch.Tensor], first_word: int) -> torch.Tensor:
         table = table.pin_memory().to(device, non_blocking=True)
     sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=device)
     is_wide = not any(address % _WIDEST_BYTES for address, _ in extents)
-    _kernels().launch_sums(table, sums, max(size_bytes for _, size_bytes in extents), is_wide=is_wide)
+    size_bytes_max = max(size_bytes for _, size_bytes in extents)
+    # Triton launches on the current device, wherever the tensors are.
+    with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
+        _kernels().launch_sums(table, sums, size_bytes_max, is_wide=is_wide)
     return sums
 
 

@@ -109,7 +109,12 @@ def check_planes(
     for index, ((_, size_bytes), wanted_bytes) in enumerate(zip(extents, sizes_bytes, strict=True)):
         if size_bytes != wanted_bytes:
             raise InvalidRequest(f"plane {index} has {size_bytes} bytes, and {wanted_bytes} are wanted")
-    for (start, size_bytes), (next_start, _) in itertools.pairwise(sorted(extents)):
+    in_order = sorted(extents)
+    for (start, size_bytes), (next_start, _) in itertools.pairwise(in_order):
         if next_start < start + size_bytes:
             raise InvalidRequest("two planes share bytes")
+    if isinstance(planes, SlabPlanes) and in_order:
+        first, whole = planes.whole.data_ptr(), planes.whole
+        if in_order[0][0] < first or sum(in_order[-1]) > first + whole.numel():
+            raise InvalidRequest(f"a plane leaves the {whole.numel()} bytes that it is to be part of")
     return tuple(address for address, _ in extents)

@@ -15,6 +15,7 @@ from snapd.kv.copy import ScatterJob
 from snapd.kv.devicejob import CopyInterrupted, DeviceMemoryFull
 from snapd.kv.devicescatter import DeviceScatter, PrivateMemory
 from snapd.kv.hostscatter import HostScatter
+from snapd.kv.planes import SlabPlanes
 from snapd.kv.torchcopy import Summing, TorchScatterJob, sum_parts
 from tests.kv.device_cases import WIDTHS, Stores, planes_in, random_u8, slab_bytes, slots_of
 
@@ -296,6 +297,18 @@ def test_wrong_slots_are_refused_before_anything_is_launched() -> None:
     planes = planes_in(random_u8(slab_bytes(widths, 4)), widths, 4, 0)
     with pytest.raises(InvalidRequest, match="named twice"):
         scatter_into(Stores(widths, 16), planes, torch.tensor([1, 2, 3, 3]), 0, True)
+
+
+@pytest.mark.parametrize(("skip", "stop"), [(0, 78), (-1, 76), (40, 39)])
+def test_tokens_that_the_slab_does_not_hold_are_refused_before_anything_is_launched(
+    skip: int, stop: int
+) -> None:
+    """Behind a plane of a slab lies the next: where it ends, the tensor that it is part of does not."""
+    slab = random_u8(2 * 8_192)
+    planes = SlabPlanes(slab, [(1_024, 77 * 64), (8_192, 77 * 64)])
+    slots = slots_of("random", 128, max(1, stop - skip))
+    with pytest.raises(InvalidRequest, match=f"tokens {skip} to {stop} are wanted of a slab of 77"):
+        new_scatter(Stores([64, 64], 128), planes, slots, skip, stop_tokens=stop)
 
 
 def test_sums_are_not_to_be_had_before_the_end() -> None:

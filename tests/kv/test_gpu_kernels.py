@@ -3,9 +3,11 @@
 On a machine with a GPU they run there, else Triton's interpreter runs the kernel.
 """
 
+import contextlib
 import gc
 import os
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -129,6 +131,49 @@ def test_sums_alone_are_those_of_the_checksum(
     for one in (parts, list(parts)):
         sums = gpucopy.sum_parts(one, first_word).tolist()
         assert [(sum0 % 2**64, sum1 % 2**64) for sum0, sum1 in sums] == expected
+
+
+def test_sums_alone_are_launched_on_the_device_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current one, which need not be theirs: its kernel would read memory of another."""
+    current: list[torch.device] = []
+    launched: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(gpukernels, "launch_sums", lambda *_, **__: launched.extend(current))
+    gpucopy.sum_parts([torch.zeros(64, dtype=torch.uint8, device=DEVICE)], 0)
+    assert launched == [DEVICE]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has not two GPUs")
+def test_sums_alone_on_a_gpu_that_is_not_the_current_one() -> None:
+    host = random_u8(4096 + 7)
+    sums = gpucopy.sum_parts([host.to("cuda:1")], 0)
+    assert [(sum0 % 2**64, sum1 % 2**64) for sum0, sum1 in sums.tolist()] == [plane_checksum(host)]
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("places", "match"),
+    [
+        ([(0, 64), (192, 128)], "leaves the 256 bytes"),
+        ([(-64, 128), (64, 128)], "leaves the 256 bytes"),
+        ([(128, 128), (192, 64)], "share bytes"),
+    ],
+)
+def test_planes_that_leave_their_slab_or_overlap_are_refused(
+    jobs: Jobs, places: list[tuple[int, int]], match: str
+) -> None:
+    """They are addresses only: no tensor is made of them that could be found too short."""
+    pool = KVPool.mla([random_u8(8, size_bytes // 2).to(DEVICE) for _, size_bytes in places])
+    slab = random_u8(3 * 256).to(DEVICE)[256:512]
+    with pytest.raises(InvalidRequest, match=match):
+        jobs.gather(pool, torch.arange(2), SlabPlanes(slab, places))
 
 
 @both_kinds

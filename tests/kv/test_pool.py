@@ -178,6 +178,23 @@ def test_bad_slots_are_refused(
         pool_of(14, page_size_tokens).check_slots(slots, num_tokens)
 
 
+def test_the_allocator_is_told_once_of_each_stream_and_each_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.zeros((2, 8, 4), dtype=torch.uint8)
+    other = torch.zeros((8, 4), dtype=torch.uint8)
+    pool = KVPool.mla([store[0], store[1], other])
+    told: list[tuple[int, object]] = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda rows, stream: told.append((rows.data_ptr(), stream))
+    )
+    pool.keep_for("one")  # type: ignore[arg-type]
+    assert not told, "the host has no streams"
+    pool.device = torch.device("cuda:0")
+    for stream in ("one", "two", "one"):
+        pool.keep_for(stream)  # type: ignore[arg-type]
+    assert sorted({stream for _, stream in told}) == ["one", "two"]
+    assert len(told) == 4, "two storages, two streams"
+
+
 def test_slots_of_several_pools_are_right_for_the_smallest() -> None:
     small, large = pool_of(14, 4), pool_of(16, 4)
     checked = check_slots_of([large, small], torch.tensor([4, 5, 6, 7, 0, 1]), 6)
