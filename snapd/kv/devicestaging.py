@@ -120,6 +120,7 @@ class DeviceRing:
         self.buffers_max = ring_bytes // self._buffer_bytes
         self._buffers: tuple[StagingBuffer, ...] = ()
         self._free: list[StagingBuffer] = []
+        self._withheld: list[StagingBuffer] = []
         self._pid = os.getpid()
         # Who keeps what a pusher left gives back in another thread, and so does who writes.
         self._lock = threading.RLock()
@@ -189,6 +190,17 @@ class DeviceRing:
         with self._lock:
             self._changed.notify_all()
 
+    def withhold(self, buffer: StagingBuffer) -> bool:
+        """Have a buffer stay lent until it is given back, unless it is the last that is left; return whether.
+
+        For bytes that should not change, where it is worse to have nothing to go on with.
+        """
+        with self._lock:
+            is_last = len(self._withheld) + 1 >= len(self._buffers)
+            if not is_last:
+                self._withheld.append(buffer)
+            return not is_last
+
     def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back: nobody reads from it or writes to it any more.
 
@@ -200,6 +212,8 @@ class DeviceRing:
                 raise InvalidRequest("a buffer that is not lent was given back")
             del _lent[buffer.pid, buffer.address]
             buffer.filler = None
+            if buffer in self._withheld:
+                self._withheld.remove(buffer)
             self._free.append(buffer)
             self._changed.notify_all()
 

@@ -270,9 +270,14 @@ class Flights:
         ring.allocate()
         with self._lock:
             feed = RingFeed(source, ring, base_ptr, self._room, keeps_last=keeps_last)
-            flight = FeedFlight(writer, writer.submit_feed(ring.buffers[0], feed), feed)
-            self._flying.append(flight)
             self._feeds.append(feed)
+            try:
+                flight = FeedFlight(writer, writer.submit_feed(ring.buffers[0], feed), feed)
+            except BaseException:
+                feed.stop()
+                feed.let_go()
+                raise
+            self._flying.append(flight)
             return flight
 
     def notify(self, writer: RankWriter, piece: Piece, text: str) -> Flight:
@@ -364,6 +369,8 @@ class Flights:
         with self._lock:
             for flight in self._flying:
                 flight.cancel()
+            for feed in self._feeds:
+                feed.let_go()
 
     @property
     def _is_gpu_at_work(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from snapd.errors import TransportError
 from snapd.kv.devicestaged import DeviceGather, PieceGathering
 from snapd.kv.devicestaging import DeviceRing
 from snapd.kv.staging import StagingBuffer
@@ -21,6 +22,9 @@ from snapd.transport.mooncake_calls import CALLS
 _SHORTEST_PAUSE_S: Final = 0.000_02
 _LONGEST_PAUSE_S: Final = 0.000_2
 _PAUSE_PART: Final = 0.125
+# Only whoever pushes hears that the attempt has ended; after a quarantine, longer than this by default, its
+# bytes may be somebody else's. So nothing is written for a push that is not stepped.
+UNASKED_S_MAX: Final = 10.0
 
 
 class Room:
@@ -90,6 +94,9 @@ class RingFeed:
         self._left: list[StagingBuffer] = []
         self._last: StagingBuffer | None = None
         self._kept: tuple[StagingBuffer, Write] | None = None
+        self._withheld: list[StagingBuffer] = []
+        self._is_let_go = False
+        self._asked_s = time.monotonic()
         self._is_flowing = False
         self._is_stopped = threading.Event()
         self._has_ended = threading.Event()
@@ -104,7 +111,7 @@ class RingFeed:
 
         Raises:
             InvalidRequest, DeviceMemoryFull, Exception: as ``DeviceGather.begin``, or whatever a driver says.
-            TransportError: the process is ending.
+            TransportError: the process is ending, or nobody calls ``ask``; that is no ``error``.
         """
         with self._lock:
             if self._pieces_left == 0 or self._is_stopped.is_set():
@@ -112,13 +119,17 @@ class RingFeed:
             self._pieces_left -= 1
             self._askers += 1
         try:
-            return self._gather()
+            write = self._gather()
         except Exception as error:
             self.error = self.error or error
             raise
         finally:
             with self._lock:
                 self._askers -= 1
+        if write is not None and time.monotonic() - self._asked_s > UNASKED_S_MAX:
+            self.over(write, may_land=False)
+            raise TransportError(f"the push was not stepped for {UNASKED_S_MAX:g} s")
+        return write
 
     def _gather(self) -> Write | None:
         buffer = self._ring.take_soon(self._is_stopped.is_set)
@@ -154,6 +165,8 @@ class RingFeed:
             return None
         with self._lock:
             self.in_flight_bytes += staged.size_bytes
+            if self._is_let_go:
+                self._room.give_back(staged.size_bytes)
         return Write(buffer.address, self._base_ptr + staged.offset_bytes, staged.size_bytes)
 
     def _wait(self, gathering: PieceGathering) -> bool:
@@ -179,12 +192,19 @@ class RingFeed:
             self._left.append(buffer)
         self._give_back_left()
 
-    def over(self, write: Write) -> None:
-        """Give the buffer of a write back, or keep it for ``take_last``."""
-        self._room.give_back(write.size_bytes)
+    def over(self, write: Write, *, may_land: bool) -> None:
+        """Give the buffer of a write back, or keep it: for ``take_last``, or because a failed write may land.
+
+        With other bytes it would land beside what was written anew.
+        """
         with self._lock:
             self.in_flight_bytes -= write.size_bytes
+            if not self._is_let_go:
+                self._room.give_back(write.size_bytes)
             buffer = self._held.pop(write.source_address)
+            if may_land and not self._is_let_go and self._ring.withhold(buffer):
+                self._withheld.append(buffer)
+                return
             if buffer is self._last and not self._is_stopped.is_set():
                 self._kept = (buffer, write)
                 return
@@ -206,6 +226,21 @@ class RingFeed:
         self._ring.wake()
         self._room.wake()
 
+    def let_go(self) -> None:
+        """Take note that the attempt is over: what is under way lingers, and takes no room any more."""
+        with self._lock:
+            if self._is_let_go:
+                return
+            self._is_let_go = True
+            self._room.give_back(self.in_flight_bytes)
+            withheld, self._withheld = self._withheld, []
+        for buffer in withheld:
+            self._ring.give_back(buffer)
+
+    def ask(self) -> None:
+        """Say that the push still goes on."""
+        self._asked_s = time.monotonic()
+
     def wait(self, timeout_s: float) -> None:
         """Wait for the end of its ticket."""
         self._has_ended.wait(timeout_s)
@@ -218,7 +253,9 @@ class RingFeed:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether the GPU may write to one of its buffers."""
+        """Whether the GPU may write to one of its buffers, or is just being told to."""
+        if self._sourcing.locked():
+            return True
         with self._lock:
             held = list(self._held.values())
         return any(buffer.is_being_filled for buffer in held)
@@ -231,7 +268,7 @@ class RingFeed:
         self._give_back_left()
         with self._lock:
             is_at_end = self._pieces_left == 0 or self._is_stopped.is_set()
-            return is_at_end and not self._askers and not self._held
+            return is_at_end and not self._askers and not self._held and not self._withheld
 
     def _give_back_left(self) -> None:
         with self._lock:

@@ -241,8 +241,7 @@ class StagedJob(GrantedJob):
         shard.is_drained = shard.is_drained and flight.progress.is_drained
         if flight.feed.error is not None:
             raise flight.feed.error
-        shard.failed_feeds += 1
-        self._count_failure(shard, flight.progress, shard.failed_feeds)
+        self._count_failure(shard, flight.progress, len(shard.feeds))
 
     def note_failure(self, shard: Shard, flight: Flight) -> None:
         """Count a write that failed.
@@ -329,6 +328,8 @@ class StagedJob(GrantedJob):
 
     def _feed(self, shard: Shard) -> None:
         """Have the transport ask for a shard's pieces, if it does not."""
+        if shard.feeding is not None:
+            shard.feeding.feed.ask()
         if shard.flying or shard.is_gathered or self._clock() < self._rest_until_s:
             return
         assert shard.writer is not None
@@ -341,7 +342,12 @@ class StagedJob(GrantedJob):
         except PeerResting as resting:
             self._rest(resting)
             return
+        except BaseException as error:
+            # Interrupted, a thread may have begun it all the same.
+            shard.is_drained = shard.is_drained and isinstance(error, TransportError)
+            raise
         shard.flying.append(flight)
+        shard.feeds.append(flight.feed)
         self._has_moved = True
 
     def _collect(self) -> None:
@@ -372,6 +378,8 @@ class StagedJob(GrantedJob):
     def _begin_source(self, shard: Shard) -> None:
         if shard.source is None:
             shard.source = self._make_source(shard.grant)
+        if shard.writer is None:
+            # Only once: one that was closed meanwhile must not be had anew.
             shard.writer = self._writers.writer(self._hello, shard.grant.rank)
 
     def _begin_piece(self, shard: Shard) -> bool:
@@ -476,3 +484,6 @@ class StagedJob(GrantedJob):
         self._bytes_done = self.bytes_done
         for shard in self._shards:
             shard.source = None
+            for feed in shard.feeds:
+                feed.let_go()
+            shard.feeds.clear()

@@ -9,6 +9,7 @@ from snapd.kv.control import Commitment
 from snapd.kv.devicestaged import DeviceGather, PieceGathering
 from snapd.kv.devicestaging import DeviceRing
 from snapd.kv.flights import FeedFlight, Flight, Piece
+from snapd.kv.ringfeed import RingFeed
 from snapd.kv.staged import StagedSource
 from snapd.kv.staging import Ring, StagingBuffer
 from snapd.kv.writers import RankWriter
@@ -27,7 +28,7 @@ class Shard:
         filling: what is being filled by a GPU, in order.
         ready: pieces that were filled, or failed, and are to be written.
         flying: writes under way, or the feed.
-        failed_feeds: how often the feed failed.
+        feeds: those that were begun; all but the last have failed.
         last_piece: the last one, if the commit goes behind it.
         notice: the commit's own write.
         is_drained: no write that was final so far can still land.
@@ -44,7 +45,7 @@ class Shard:
         self.buffer: StagingBuffer | None = None
         self.ready: deque[Piece] = deque()
         self.flying: list[Flight | FeedFlight] = []
-        self.failed_feeds = 0
+        self.feeds: list[RingFeed] = []
         self.last_piece: Piece | None = None
         self.notice: Flight | None = None
         self.is_drained = True

@@ -170,8 +170,13 @@ class WriteFeed(Protocol):
         """
         ...
 
-    def over(self, write: Write) -> None:
-        """Take note that nothing reads a write's source any more: it is final, or it never began."""
+    def over(self, write: Write, *, may_land: bool) -> None:
+        """Take note that a write is final, or never began, so that nothing reads its source any more.
+
+        Args:
+            write: which ``next`` returned.
+            may_land: it failed, and something may read its source all the same.
+        """
         ...
 
     def stop(self) -> None:

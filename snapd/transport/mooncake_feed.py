@@ -3,27 +3,30 @@
 There Mooncake waits inside the call that begins a write, for the copy, with the interpreter's lock released.
 So one thread is in that call while the other waits for the next write, and the link is busy.
 
+A thread that used CUDA must not wake, or end, while the interpreter or CUDA itself comes to its end. So it
+waits for its next feed without a limit, and ends with its writer, or before the interpreter does.
+
 Source: design, section 7.
 """
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from snapd.errors import TransportError
 from snapd.transport.base import Progress, TicketState, Write, WriteFeed
-from snapd.transport.mooncake_calls import CALLS
+from snapd.transport.mooncake_calls import CALLS, REST_S_MAX
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.transport.mooncake_submitter import Current
 
 # More is not taken at a time, a writer.
 FEEDS_MAX: Final = 1_024
 _THREADS: Final = 2
-# A thread that had nothing to do for so long ends.
-_IDLE_S: Final = 10.0
 # A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. So a
 # pause is a part of what was waited so far. No yielding, which would take Python's lock from other threads.
 _SHORTEST_PAUSE_S: Final = 0.000_02
@@ -88,12 +91,12 @@ class Feeding:
         try:
             with current():
                 while (write := self._feed.next()) is not None:
+                    may_land = False
                     try:
                         self._check(write)
-                        if self._begin(write):
-                            self._write(write)
+                        may_land = self._begin(write) and self._write(write)
                     finally:
-                        self._feed.over(write)
+                        self._feed.over(write, may_land=may_land)
         except BaseException as error:  # Whatever it was, whoever polls must hear of it.
             self._fail(error, of_peer=False, may_land=False)
         finally:
@@ -111,8 +114,8 @@ class Feeding:
             self.in_flight_bytes += write.size_bytes
             return True
 
-    def _write(self, write: Write) -> None:
-        """Begin a write, and wait until it is final."""
+    def _write(self, write: Write) -> bool:
+        """Begin a write, and wait until it is final; return whether it failed and may land all the same."""
         may_land = False
         try:
             with CALLS.under_way():
@@ -124,12 +127,14 @@ class Feeding:
                     raise
             if self._last_state(batch_id) is WriteState.FAILED:
                 raise TransportError(f"a write to {self._segment_name} failed")
+            may_land = False
         except BaseException as error:  # Whatever it was, whoever polls must hear of it.
             self._fail(error, of_peer=True, may_land=may_land)
         finally:
             with self._lock:
                 self._writing -= 1
                 self.in_flight_bytes -= write.size_bytes
+        return may_land
 
     def _last_state(self, batch_id: int) -> WriteState:
         """Wait for a write; return how it ended."""
@@ -167,7 +172,7 @@ class Feeding:
 
 
 class Feeder:
-    """Two threads that write one feed after the other, both of them the same one. Idle ones end.
+    """Two threads that write one feed after the other, both of them the same one; until ``close``.
 
     Args:
         current: entered around all that a thread does for a feed.
@@ -176,8 +181,9 @@ class Feeder:
     def __init__(self, current: Current) -> None:
         self._current = current
         self._waiting: deque[Feeding] = deque()
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
+        self._is_closed = False
         self._pid = os.getpid()
 
     @property
@@ -194,36 +200,75 @@ class Feeder:
         if os.getpid() != self._pid:
             raise TransportError("a writer is not for forks: its threads are in the process that made it")
         with self._changed:
+            if self._is_closed:
+                raise TransportError("the threads that write have ended")
             self._waiting.append(feeding)
+            _feeders.add(self)
             try:
-                while self._threads < _THREADS:
+                while len(self._threads) < _THREADS:
                     # A daemon thread: a GPU that hangs must not keep this process from ending.
-                    threading.Thread(target=self._run, name="snapd-feed", daemon=True).start()
-                    self._threads += 1
+                    thread = threading.Thread(target=self._run, name="snapd-feed", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
             except RuntimeError as error:
-                if self._threads == 0:
+                if not self._threads:
                     self._waiting.remove(feeding)
                     raise TransportError(f"there is no thread to write in: {error}") from None
+            except BaseException:
+                self._waiting.remove(feeding)  # Interrupted; no thread has it yet.
+                raise
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        while self._serve_next():
-            pass
-
-    def _serve_next(self) -> bool:
-        """Write some of the first feed that waits; return whether the thread goes on."""
+    def cancel(self, feeding: Feeding) -> None:
+        """Begin no further write of a feed, and let go of it if it waits."""
+        feeding.cancel()
         with self._changed:
-            feeding = self._changed.wait_for(self._enter_first, _IDLE_S)
-            if feeding is None:
-                self._threads -= 1
-                return False
-        feeding.serve(self._current)
-        return True
+            # Those before it may take long, and it may hold much.
+            if feeding in self._waiting:
+                self._waiting.remove(feeding)
 
-    def _enter_first(self) -> Feeding | None:
-        """Enter the first feed that needs it; let go of those that do not."""
-        while self._waiting:
-            if self._waiting[0].enter():
-                return self._waiting[0]
-            self._waiting.popleft()
-        return None
+    def close(self) -> None:
+        """Have the threads end when no feed waits any more. Twice is fine."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def join(self, until_s: float) -> None:
+        """Wait for the threads to end, until then at most; *until_s* is of ``time.monotonic``."""
+        for thread in list(self._threads):
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while (feeding := self._next()) is not None:
+            feeding.serve(self._current)
+
+    def _next(self) -> Feeding | None:
+        """Enter the first feed that needs it, and wait for it; None: there will be none."""
+        with self._changed:
+            while True:
+                while self._waiting:
+                    if self._waiting[0].enter():
+                        return self._waiting[0]
+                    self._waiting.popleft()
+                if self._is_closed:
+                    return None
+                self._changed.wait()
+
+
+_feeders: Final[weakref.WeakSet[Feeder]] = weakref.WeakSet()
+
+
+def _rest() -> None:
+    """End all threads before the interpreter ends, those that are in no call that hangs."""
+    CALLS.rest()
+    feeders = list(_feeders)
+    for feeder in feeders:
+        feeder.close()
+    until_s = time.monotonic() + REST_S_MAX
+    for feeder in feeders:
+        feeder.join(until_s)
+
+
+atexit.register(_rest)
+# The threads are the parent's.
+os.register_at_fork(after_in_child=_feeders.clear)

@@ -287,7 +287,7 @@ class MooncakeWriter:
         """
         for flight in ticket.flying:
             if isinstance(flight.began, Feeding):
-                flight.began.cancel()
+                self._feeder.cancel(flight.began)
         before = len(ticket.flying)
         ticket.flying = [
             flight
@@ -367,9 +367,10 @@ class MooncakeWriter:
     def _begin(self) -> None:
         flying = [flight for ticket in self._tickets.values() for flight in ticket.flying]
         flying_bytes = sum(flight.in_flight_bytes for flight in flying)
-        flying_writes = len(flying)
+        flying_writes = sum(not isinstance(flight.began, Feeding) for flight in flying)
         notices = sum(isinstance(flight.began, _Notice) for flight in flying)
-        for ticket in self._tickets.values():
+        # Commits first: a feed may wait for the buffer that one of them holds, so none waits for a feed.
+        for ticket in sorted(self._tickets.values(), key=lambda ticket: ticket.text is None):
             while ticket.waiting:
                 first = ticket.waiting[0]
                 size_bytes = first.size_bytes if isinstance(first, Write) else 0
@@ -387,6 +388,12 @@ class MooncakeWriter:
                 except TransportError as error:
                     self._fail(ticket, str(error), may_retry_once=True)
                     break
+                except BaseException as error:
+                    # Interrupted, for instance: nobody knows whether it began.
+                    ticket.waiting.clear()
+                    ticket.failure = f"{str(error) or type(error).__name__}; it may still land"
+                    ticket.is_drained = False
+                    raise
                 notices += isinstance(began, _Notice)
                 ticket.has_written = True
                 ticket.flying.append(_Flight(size_bytes, began))
@@ -431,4 +438,5 @@ class MooncakeWriter:
                     self._engines.unregister_source(address, size_bytes)
             with contextlib.suppress(TransportError):
                 self._engines.release(self._engine)
+            self._feeder.close()
         return True

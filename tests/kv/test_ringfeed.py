@@ -16,6 +16,7 @@ from test_push_staged import SHARD_BYTES
 from snapd.core.slab import Extent
 from snapd.errors import Reason, TransportError
 from snapd.kv import devicepush
+from snapd.kv import devicestaged as devicestaged_module
 from snapd.kv import flights as flights_module
 from snapd.kv import ringfeed as ringfeed_module
 from snapd.kv import stagedjob as stagedjob_module
@@ -28,6 +29,7 @@ from snapd.kv.push import PushJob
 from snapd.kv.ringfeed import RingFeed, Room
 from snapd.kv.staging import StagingBuffer
 from snapd.mooncakeconfig import MooncakeConfig
+from snapd.transport import mooncake_feed, mooncake_writer
 from snapd.transport.backoff import Backoff
 from snapd.transport.base import Write
 from snapd.transport.mooncake_calls import Calls
@@ -200,6 +202,27 @@ def test_without_a_control_connection_the_commit_goes_behind_the_last_piece(gpu:
     stage.check_idle()
 
 
+@pytest.mark.parametrize(("flying_max", "feeds_max"), [(2, 8), (8, 1)])
+def test_commits_wait_for_no_feeds_which_may_wait_for_their_buffers(
+    gpu: ThreadsGpu, monkeypatch: pytest.MonkeyPatch, flying_max: int, feeds_max: int
+) -> None:
+    monkeypatch.setattr(mooncake_writer, "IN_FLIGHT_WRITES_MAX", flying_max)
+    monkeypatch.setattr(mooncake_feed, "FEEDS_MAX", feeds_max)
+    stage = FeedStage(is_notifying=True, buffers=2)
+    stage.engine.open("p:1", 0)
+    stage.engine.plan.extend(["stuck", "stuck"])
+    jobs = [stage.pusher.start_granted(stage.control.grant(100), stage.slots[:100]) for _ in range(5)]
+    assert not any([job.step(1) for job in jobs])  # noqa: C419 - all of them
+    wait_until(lambda: len(stage.engine.stuck) == 2)
+    stage.engine.plan.clear()
+    stage.engine.unstick()
+    kept_max = min(feeds_max, 2)
+    wait_until(lambda: sum(feed._kept is not None for feed in stage.flights._feeds) == kept_max)
+    wait_until(lambda: [job.step(1) for job in jobs] == [True] * 5)
+    assert all(job.result.ok for job in jobs) and len(stage.engine.notified) == 5
+    stage.check_idle()
+
+
 # --- the feed alone ------------------------------------------------------------------------------------
 
 
@@ -227,8 +250,8 @@ def test_the_last_piece_is_kept_until_it_is_taken_or_the_feed_is_stopped() -> No
         feed, ring, _ = feed_of(100, keeps_last=True)
         first, last = feed.next(), feed.next()
         assert first and last and feed.next() is None
-        feed.over(last)
-        feed.over(first)
+        feed.over(last, may_land=False)
+        feed.over(first, may_land=False)
         assert feed.settle() and ring.lent == 1
         if is_taken:
             kept = feed.take_last()
@@ -243,7 +266,7 @@ def test_a_stopped_feed_keeps_no_last_piece() -> None:
     assert write is not None
     feed.stop()
     assert not feed.settle() and feed.in_flight_bytes == write.size_bytes
-    feed.over(write)
+    feed.over(write, may_land=False)
     assert feed.settle() and (ring.lent, feed.in_flight_bytes) == (0, 0)
 
 
@@ -420,6 +443,130 @@ def test_a_launch_that_fails_ends_the_push_with_what_it_said(stage: FeedStage, g
     assert finish(stage.start("next")).result.ok
 
 
+def test_a_buffer_stays_as_it_is_while_a_failed_write_may_still_read_it(stage: FeedStage) -> None:
+    stage.engine.plan.extend(["stuck", "stuck"])
+    job = stage.start()
+    step_until(job, lambda: len(stage.engine.stuck) == 2)
+    failed, landed = stage.engine.stuck
+    stage.engine.unstick("fails", count=1)
+    stage.engine.unstick()
+    finish(job)
+    assert job.result.ok and not job.result.drained, job.result
+    again = {write.source_address for write in stage.engine.begun[2:]}
+    assert failed.source_address not in again and landed.source_address in again
+    stage.check_arrived(job)
+    stage.check_idle()
+
+
+def test_one_buffer_at_least_is_left_to_begin_anew_with(gpu: ThreadsGpu) -> None:
+    stage = FeedStage(buffers=2)
+    for session_id in ("first", "second"):
+        stage.engine.begun.clear()
+        stage.engine.plan.extend(["stuck", "stuck"])
+        job = stage.start(session_id)
+        step_until(job, lambda: len(stage.engine.stuck) == 2)
+        stage.engine.unstick("fails")
+        assert finish(job).result.ok
+        assert len({write.source_address for write in stage.engine.begun[2:]}) == 1
+        stage.check_arrived(job)
+        stage.check_idle()
+
+
+def test_a_pusher_that_is_closed_waits_for_no_write_that_failed(stage: FeedStage) -> None:
+    stage.engine.plan.append("fails")
+    held = [stage.ring.take() for _ in range(3)]
+    job = stage.start()
+    step_until(job, lambda: job._retried_pieces == 1)
+    give_back(stage, held)
+    assert stage.ring.lent > 0
+    stage.pusher.close()
+    wait_until(lambda: stage.pusher.staging_bytes == 0)
+
+
+def test_a_push_whose_pusher_was_closed_makes_no_writer_anew(stage: FeedStage) -> None:
+    stage.engine.plan.extend(["stuck", "stuck"])
+    job = stage.start()
+    step_until(job, lambda: len(stage.engine.stuck) == 2)
+    stage.pusher.close()
+    stage.engine.unstick()
+    finish(job)
+    assert not job.result.ok and "closed" in job.result.detail
+    assert len(stage.engine.begun) == 2
+    stage.check_idle()
+
+
+class Times:
+    """A clock for ``ringfeed`` that moves when it is told."""
+
+    perf_counter = staticmethod(time.perf_counter)
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_for_a_push_that_is_not_stepped_nothing_is_written(
+    stage: FeedStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may have ended the attempt meanwhile."""
+    monkeypatch.setattr(ringfeed_module, "time", times := Times())
+    held = [stage.ring.take() for _ in range(4)]
+    job = stage.begun(stage.start())
+    (feed,) = stage.flights._feeds
+    step_until(job, lambda: feed._askers == 2)
+    times.now_s += 1.5 * ringfeed_module.UNASKED_S_MAX
+    give_back(stage, held)
+    wait_until(feed._has_ended.is_set)
+    assert stage.engine.begun == []
+    finish(job)
+    assert job.result.ok and job.result.drained and job.result.retried_pieces == 1, job.result
+    stage.check_arrived(job)
+    stage.check_idle()
+
+
+def test_for_a_push_that_is_stepped_a_feed_waits_as_long_as_it_takes(
+    stage: FeedStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ringfeed_module, "time", times := Times())
+    held = [stage.ring.take() for _ in range(4)]
+    job = stage.begun(stage.start())
+    for _ in range(3):
+        times.now_s += ringfeed_module.UNASKED_S_MAX
+        job.step(1)
+    give_back(stage, held)
+    finish(job)
+    assert job.result.ok and job.result.retried_pieces == 0, job.result
+    stage.check_idle()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_push_that_is_interrupted_while_its_feed_begins_writes_no_more_and_proves_nothing(
+    stage: FeedStage, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    begin, stop = threading.Thread.start, stage.flights.stop
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "snapd-feed":
+            raise KeyboardInterrupt
+
+    def stop_later(*arguments: Any, **options: Any) -> Any:
+        feeder = stage.pusher._writers._writers[0]._writer._feeder  # type: ignore[attr-defined]
+        wait_until(lambda: stage.engine.stuck or not feeder._waiting)
+        return stop(*arguments, **options)
+
+    if is_open:
+        stage.engine.open("p:1", 0)
+    stage.engine.plan.extend(["stuck"] * NUM_PIECES)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(stage.flights, "stop", stop_later)
+    with pytest.raises(KeyboardInterrupt):
+        stage.pusher.push("s", range(100), stage.slots[:100])
+    assert stage.control.about("failed")[0][-1] is False
+    stage.check_idle()
+    assert stage.engine.begun == []
+
+
 # --- what is cancelled ---------------------------------------------------------------------------------
 
 
@@ -466,6 +613,56 @@ def test_a_push_that_is_cancelled_when_all_was_written_keeps_no_piece(gpu: Threa
     wait_until(lambda: stage.pusher.poll() or (stage.ring.lent == 1 and not stage.flights._flying))
     job.cancel()
     stage.check_idle()
+
+
+def test_a_gather_that_a_thread_is_just_launching_is_waited_for(
+    stage: FeedStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_launch, is_launching = threading.Event(), threading.Event()
+    fill_holes = devicestaged_module._fill_holes
+
+    def launch(*arguments: Any) -> None:
+        is_launching.set()
+        assert may_launch.wait(PATIENCE_S)
+        fill_holes(*arguments)
+
+    monkeypatch.setattr(devicestaged_module, "_fill_holes", launch)
+    job = stage.start()
+    step_until(job, is_launching.is_set)
+    job.cancel()
+    assert stage.flights._is_gpu_at_work
+    may_launch.set()
+    wait_until(lambda: stage.pusher.poll() or not stage.flights._is_gpu_at_work)
+    stage.check_idle()
+
+
+def test_what_lingers_takes_no_room(gpu: ThreadsGpu) -> None:
+    stage = FeedStage(buffers=8)
+    stage.engine.plan.extend(["stuck", "stuck"])
+    job = stage.start()
+    step_until(job, lambda: len(stage.engine.stuck) == 2)
+    assert not job.cancel().drained
+    # The daemon is restarted, so there is another writer.
+    old_engine, stage.engine = stage.engine, CopyingEngine(stage._put)
+    stage.control.epoch = "two"
+    job = finish(stage.start("next"))
+    assert job.result.ok, job.result
+    stage.check_arrived(job)
+    old_engine.unstick()
+    stage.check_idle()
+
+
+def test_what_begins_when_its_attempt_is_over_takes_no_room() -> None:
+    feed, ring, _ = feed_of(100)
+    first = feed.next()
+    feed.let_go()
+    feed.let_go()
+    assert feed._room._taken_bytes == 0
+    last = feed.next()
+    assert first and last and feed._room._taken_bytes == 0
+    feed.over(first, may_land=True)
+    feed.over(last, may_land=False)
+    assert feed._room._taken_bytes == 0 and ring.lent == 0
 
 
 def test_a_pusher_that_is_closed_behind_a_gather_that_does_not_end_keeps_its_memory_until_it_does(

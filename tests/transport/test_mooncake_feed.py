@@ -1,7 +1,10 @@
 """Feeds: two threads of a writer write what one gives, over an engine that does what the test says."""
 
 import contextlib
+import subprocess
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -31,6 +34,7 @@ class ListFeed:
         self.asked: list[tuple[threading.Thread, int | None]] = []
         self.given: list[Write] = []
         self.was_over: list[Write] = []
+        self.may_land: list[Write] = []
         self.error: Exception | None = None
         self.is_stopped = False
         self.has_ended = threading.Event()
@@ -46,8 +50,10 @@ class ListFeed:
             return self.given[-1]
         return None
 
-    def over(self, write: Write) -> None:
+    def over(self, write: Write, *, may_land: bool) -> None:
         self.was_over.append(write)
+        if may_land:
+            self.may_land.append(write)
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -150,6 +156,7 @@ def test_the_first_write_that_fails_is_the_last_that_begins(
     failed = final(writer, ticket)
     assert (failed.state, failed.is_drained) == (TicketState.FAILED, is_drained)
     assert failed.detail.endswith(words)
+    assert len(feed.may_land) == (0 if is_drained else 1)
     assert len(engine.begun) == (2 if ending == "refused" else 3)
     wait_for(lambda: feed.is_back)
 
@@ -240,6 +247,21 @@ def test_a_feed_that_is_cancelled_before_its_turn_is_never_asked(
     assert second.asked == [] and len(engine.begun) == 6
 
 
+def test_feeds_that_are_cancelled_behind_one_that_does_not_end_are_forgotten(
+    writer: MooncakeWriter, engine: CopyingEngine
+) -> None:
+    engine.plan.extend(["stuck", "stuck"])
+    ticket = writer.submit_feed(ListFeed(writes(2)))
+    wait_for(lambda: bool(writer.poll(ticket)) and len(engine.stuck) == 2)
+    tickets = [writer.submit_feed(ListFeed(writes(1))) for _ in range(3)]
+    for cancelled in tickets:
+        writer.cancel(cancelled)
+        assert writer.poll(cancelled) == CANCELLED
+    assert len(writer._feeder._waiting) == 1
+    writer.cancel(ticket)
+    assert writer.poll(ticket) == RUNNING
+
+
 def test_a_peer_whose_writes_do_not_end_holds_up_no_other(
     writer: MooncakeWriter, engine: CopyingEngine
 ) -> None:
@@ -328,15 +350,73 @@ def test_a_feed_that_never_gives_keeps_nobody_from_closing(
     feed.may_give.set()
 
 
-def test_threads_end_when_they_are_idle_and_come_back(
-    writer: MooncakeWriter, engine: CopyingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mooncake_feed, "_IDLE_S", 0)
+def test_threads_go_on_until_their_writer_is_closed(writer: MooncakeWriter, engine: CopyingEngine) -> None:
+    asked = set()
     for _ in range(2):
         feed = ListFeed(writes(2))
         assert final(writer, writer.submit_feed(feed)) == DONE
-        wait_for(lambda feed=feed: not any(thread.is_alive() for thread, _ in feed.asked))  # type: ignore[misc]
-        wait_for(lambda: writer._feeder._threads == 0)
+        asked |= {thread for thread, _ in feed.asked}
+    threads = writer._feeder._threads
+    assert asked == set(threads) and all(thread.is_alive() for thread in threads)
+    writer.close()
+    writer._feeder.join(time.monotonic() + 20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_writer_that_is_closed_while_it_writes_ends_its_threads_after_that(
+    writer: MooncakeWriter, engine: CopyingEngine
+) -> None:
+    engine.plan.append("stuck")
+    feed = ListFeed(writes(1))
+    ticket = writer.submit_feed(feed)
+    wait_for(lambda: bool(writer.poll(ticket)) and bool(engine.stuck))
+    writer.close()
+    engine.unstick()
+    final(writer, ticket)
+    writer._feeder.join(time.monotonic() + 20)
+    assert not any(thread.is_alive() for thread in writer._feeder._threads)
+
+
+AT_THE_END = """
+import atexit, threading, time
+
+def look():
+    time.sleep(0.05)
+    print([thread.name for thread in threading.enumerate() if thread.name == "snapd-feed"])
+
+atexit.register(look)  # Before the import, so that it is called after what the module has at exit.
+from snapd.transport.mooncake_feed import Feeder, Feeding
+from snapd.transport.base import TicketState
+
+class Nothing:
+    def __init__(self, may_end): self.may_end = may_end
+    def next(self): self.may_end.wait()
+    def over(self, write, *, may_land): pass
+    def stop(self): pass
+    def ended(self): pass
+
+import contextlib
+feeder = Feeder(contextlib.nullcontext)
+is_over = threading.Event()
+is_over.set()
+feeding = Feeding(None, "", Nothing(is_over), lambda write: None)
+feeder.submit(feeding)
+while feeding.progress.state is TicketState.RUNNING:
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_threads_end_before_the_interpreter_does(hangs: bool) -> None:
+    """One that hangs does not keep it from ending."""
+    code = AT_THE_END
+    if hangs:
+        code += "feeder.submit(Feeding(None, '', Nothing(threading.Event()), lambda write: None))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(["snapd-feed"] * 2 if hangs else [])
 
 
 def test_feeds_that_wait_for_their_turn_are_bounded(
@@ -366,6 +446,26 @@ def test_a_fork_and_a_process_without_threads_hear_of_it(
         patch.setattr(mooncake_feed.threading.Thread, "start", start)
         assert "no thread" in final(writer, writer.submit_feed(ListFeed(writes(1)))).detail
     assert engine.begun == []
+
+
+def test_a_ticket_that_was_interrupted_while_its_feed_began_proves_nothing(
+    writer: MooncakeWriter, engine: CopyingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    engine.may_open.clear()
+    feed = ListFeed(writes(1))
+    ticket = writer.submit_feed(feed)
+    engine.may_open.set()
+    wait_for(lambda: engine.is_open("p:1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake_feed.threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            writer.poll(ticket)
+    failed = final(writer, ticket)
+    assert (failed.state, failed.is_drained) == (TicketState.FAILED, False)
+    assert feed.asked == [] and not writer._feeder._waiting
 
 
 def test_no_write_begins_in_a_process_that_is_ending(
