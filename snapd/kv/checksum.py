@@ -32,6 +32,7 @@ CHUNK_BYTES: Final = 4 * MIB
 _ROW_WORDS: Final = 256
 _CHUNK_WORDS: Final = CHUNK_BYTES // WORD_BYTES
 _MOD: Final = 1 << 64
+_CPU: Final = torch.device("cpu")
 _POSITIONS: Final = torch.arange(
     max(_ROW_WORDS, _CHUNK_WORDS // _ROW_WORDS) + 1, dtype=torch.int64, device="cpu"
 )
@@ -49,8 +50,8 @@ def words_view(flat: torch.Tensor) -> torch.Tensor | None:
     return flat.view(torch.int64) if is_aligned(flat, WORD_BYTES) else None
 
 
-def check_plane(plane: torch.Tensor, what: str = "plane") -> None:
-    """Check that *plane* is a uint8, 1-D, contiguous CPU tensor.
+def check_plane(plane: torch.Tensor, what: str = "plane", device: torch.device = _CPU) -> None:
+    """Check that *plane* is a uint8, 1-D, contiguous tensor on *device*.
 
     Raises:
         InvalidRequest: it is not; the message starts with *what*.
@@ -59,8 +60,8 @@ def check_plane(plane: torch.Tensor, what: str = "plane") -> None:
         raise InvalidRequest(
             f"{what} is {plane.dtype} of shape {tuple(plane.shape)}; uint8, 1-D and contiguous is wanted"
         )
-    if plane.device.type != "cpu":
-        raise InvalidRequest(f"{what} is on {plane.device}; a CPU tensor is wanted")
+    if plane.device != device:
+        raise InvalidRequest(f"{what} is on {plane.device}; {device} is wanted")
 
 
 def _sum_words(words: torch.Tensor) -> PlaneChecksum:

@@ -9,7 +9,6 @@ Source: design, sections 2 and 8.
 
 import abc
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -23,9 +22,9 @@ from snapd.kv.checksum import (
     ChecksumAccumulator,
     PlaneChecksum,
     PlaneSums,
-    check_plane,
     is_aligned,
 )
+from snapd.kv.planes import check_planes
 from snapd.kv.pool import KVPool, PlaneRows, bytes_as_words
 from snapd.units import KIB, align_down, align_up
 
@@ -88,27 +87,6 @@ def _as_rows(flat: torch.Tensor, rows: int, word_bytes: int) -> torch.Tensor:
     row_bytes = flat.numel() // rows
     shape = (rows, row_bytes // word_bytes)
     return bytes_as_words(flat.untyped_storage(), int(flat.storage_offset()), shape, row_bytes, word_bytes)
-
-
-def _check_planes(planes: Sequence[torch.Tensor], pool: KVPool, num_tokens: int) -> None:
-    """Check that *planes* are what *num_tokens* tokens of *pool* fill, and that none shares bytes.
-
-    Raises:
-        InvalidRequest: they are not.
-    """
-    if len(planes) != len(pool.planes):
-        raise InvalidRequest(f"{len(planes)} planes for a pool of {len(pool.planes)}")
-    for index, (plane, place) in enumerate(zip(planes, pool.planes, strict=True)):
-        check_plane(plane, f"plane {index}")
-        if plane.numel() != num_tokens * place.stride_bytes:
-            raise InvalidRequest(
-                f"plane {index} has {plane.numel()} bytes; {num_tokens} tokens of {place.stride_bytes} bytes "
-                f"are {num_tokens * place.stride_bytes}"
-            )
-    extents = sorted((plane.data_ptr(), plane.numel()) for plane in planes)
-    for (start, size_bytes), (next_start, _) in itertools.pairwise(extents):
-        if next_start < start + size_bytes:
-            raise InvalidRequest("two planes share bytes")
 
 
 class SlotMoves(abc.ABC):
@@ -274,7 +252,8 @@ class CopyJob(SlotMoves):
             InvalidRequest: something does not fit; nothing moved.
         """
         super().__init__(pool, slots, checksum=checksum, sums=sums)
-        _check_planes(planes, pool, slots.numel())
+        sizes_bytes = [slots.numel() * place.stride_bytes for place in pool.planes]
+        check_planes(planes, sizes_bytes, pool.device)
         self._planes = tuple(planes)
         order = range(len(self._planes)) if order is None else order
         self._todo = _all_pieces([(index, self._pieces[pool.planes[index].stride_bytes]) for index in order])

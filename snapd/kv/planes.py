@@ -13,6 +13,7 @@ from typing import TypeAlias, overload
 import torch
 
 from snapd.errors import InvalidRequest
+from snapd.kv.checksum import check_plane
 
 # Where a plane starts in what it is part of, and its size, in bytes.
 Place: TypeAlias = tuple[int, int]
@@ -98,13 +99,7 @@ def check_planes(
     if len(planes) != len(sizes_bytes):
         raise InvalidRequest(f"{len(planes)} planes for a pool of {len(sizes_bytes)}")
     for index, plane in enumerate(owners(planes)):
-        if plane.dtype is not torch.uint8 or plane.dim() != 1 or not plane.is_contiguous():
-            raise InvalidRequest(
-                f"plane {index} is {plane.dtype} of shape {tuple(plane.shape)}; uint8, 1-D and contiguous is "
-                "wanted"
-            )
-        if plane.device != device:
-            raise InvalidRequest(f"plane {index} is on {plane.device}, and the pool on {device}")
+        check_plane(plane, f"plane {index}", device)
     extents = extents_of(planes)
     for index, ((_, size_bytes), wanted_bytes) in enumerate(zip(extents, sizes_bytes, strict=True)):
         if size_bytes != wanted_bytes:

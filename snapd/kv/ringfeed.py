@@ -17,11 +17,10 @@ from snapd.kv.devicestaging import DeviceRing
 from snapd.kv.staging import StagingBuffer
 from snapd.transport.base import Write
 from snapd.transport.mooncake_calls import CALLS
+from snapd.transport.pauses import pause_s
 
-# The first gather may come after a whole forward pass. A pause is a part of what was waited so far.
-_SHORTEST_PAUSE_S: Final = 0.000_02
+# The first gather may come after a whole forward pass.
 _LONGEST_PAUSE_S: Final = 0.000_2
-_PAUSE_PART: Final = 0.125
 # Only whoever pushes hears that the attempt has ended; after a quarantine, longer than this by default, its
 # bytes may be somebody else's. So nothing is written for a push that is not stepped.
 UNASKED_S_MAX: Final = 10.0
@@ -173,8 +172,7 @@ class RingFeed:
         """Wait for a gather; return whether it is over: else the feed was stopped before."""
         began_s = time.perf_counter()
         while not self._is_over(gathering):
-            pause_s = (time.perf_counter() - began_s) * _PAUSE_PART
-            if self._is_stopped.wait(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)):
+            if self._is_stopped.wait(pause_s(time.perf_counter() - began_s, _LONGEST_PAUSE_S)):
                 return False
         self._is_flowing = True
         return True

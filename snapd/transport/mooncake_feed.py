@@ -23,15 +23,14 @@ from snapd.transport.base import Progress, TicketState, Write, WriteFeed
 from snapd.transport.mooncake_calls import CALLS, REST_S_MAX
 from snapd.transport.mooncake_engine import MooncakeEngine, WriteState
 from snapd.transport.mooncake_submitter import Current
+from snapd.transport.pauses import pause_s
 
 # More is not taken at a time, a writer.
 FEEDS_MAX: Final = 1_024
 _THREADS: Final = 2
-# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. So a
-# pause is a part of what was waited so far. No yielding, which would take Python's lock from other threads.
-_SHORTEST_PAUSE_S: Final = 0.000_02
+# A copy between GPUs is over when its write has begun, or soon after; over RDMA it takes milliseconds. No
+# yielding meanwhile, which would take Python's lock from other threads.
 _LONGEST_PAUSE_S: Final = 0.000_5
-_PAUSE_PART: Final = 0.125
 
 
 class Feeding:
@@ -144,8 +143,7 @@ class Feeding:
                 state = self._engine.check(batch_id)
             if state is not WriteState.RUNNING:
                 return state
-            pause_s = (time.perf_counter() - began_s) * _PAUSE_PART
-            time.sleep(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+            time.sleep(pause_s(time.perf_counter() - began_s, _LONGEST_PAUSE_S))
 
     def _fail(self, error: BaseException, *, of_peer: bool, may_land: bool) -> None:
         with self._lock:
@@ -173,6 +171,8 @@ class Feeding:
 
 class Feeder:
     """Two threads that write one feed after the other, both of them the same one; until ``close``.
+
+    No executor's: the interpreter would wait for those at its end, without a limit, and a GPU may hang.
 
     Args:
         current: entered around all that a thread does for a feed.

@@ -21,6 +21,7 @@ from snapd.transport.base import Progress, TicketState, Write
 from snapd.transport.mooncake_calls import Calls
 from snapd.transport.mooncake_engines import MooncakeEngines
 from snapd.transport.mooncake_writer import MooncakeWriter
+from snapd.transport.pauses import pause_s
 from tests.transport.copying_engine import CopyingEngine, Ending
 
 
@@ -375,6 +376,21 @@ def test_a_writer_that_is_closed_while_it_writes_ends_its_threads_after_that(
     final(writer, ticket)
     writer._feeder.join(time.monotonic() + 20)
     assert not any(thread.is_alive() for thread in writer._feeder._threads)
+
+
+def test_threads_that_were_closed_take_no_feed(writer: MooncakeWriter, engine: CopyingEngine) -> None:
+    """As at the end of the process, while a push goes on."""
+    writer._feeder.close()
+    progress = final(writer, writer.submit_feed(ListFeed(writes(1))))
+    assert progress.state is TicketState.FAILED and progress.is_drained and "have ended" in progress.detail
+    assert engine.begun == []
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "paused_s"), [(0.0, 0.000_02), (0.000_8, 0.000_1), (0.004, 0.000_5), (60.0, 0.000_5)]
+)
+def test_a_pause_is_a_part_of_what_was_waited_within_bounds(waited_s: float, paused_s: float) -> None:
+    assert pause_s(waited_s, 0.000_5) == pytest.approx(paused_s)
 
 
 AT_THE_END = """
