@@ -49,6 +49,8 @@ STEPS: Final[dict[str, tuple[str, ...]]] = {
     # What NVLink was seen to carry between two GPUs.
     "copies and pushes": ("tools/bench_gpu.py", "--link", "395", "--json"),
 }
+# What may run beside tests, and is waiting for processes to start most of the time.
+_BESIDE: Final = ("doctor", "mooncake")
 # What is shown of a benchmark's object.
 FIGURES: Final = (
     "ingest_over_memcpy", "gather_over_memcpy", "push_over_raw", "move_over_raw", "forward_slowdown",
@@ -56,27 +58,39 @@ FIGURES: Final = (
 )  # fmt: skip
 
 
-def run_step(name: str, timeout_s: float) -> dict[str, Any]:
-    """Run a step in a process of its own; the tests in several.
+def run_steps(names: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Run steps in processes of their own, what may be beside others first and at once.
 
     Returns:
-        ``ok``, ``seconds``, ``summary`` in one line, ``output`` (its last lines) if it failed, and ``result``
-        if it printed an object.
+        For each its ``ok``, ``seconds``, ``summary`` in one line, ``output`` (its last lines) if it failed,
+        and ``result`` if it printed an object.
     """
-    started_s = time.monotonic()
-    step = _run_tests(timeout_s) if name == "tests" else _run(STEPS[name], timeout_s)
-    step["seconds"] = round(time.monotonic() - started_s, 1)
-    step["summary"] = _summary(step)
-    return step
-
-
-def _run_tests(timeout_s: float) -> dict[str, Any]:
-    """Run the tests that may use the GPU at the same time, and then the others."""
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
     files = sorted(path.relative_to(_ROOT) for path in (_ROOT / "tests" / "gpu").glob("test_*.py"))
-    with ThreadPoolExecutor(len(files)) as pool:
-        runs = list(pool.map(lambda path: _run((*_TOGETHER, str(path)), timeout_s), files))
-    runs.append(_run(_ALONE, max(deadline_s - time.monotonic(), 1.0)))
+    is_testing = "tests" in names
+    if is_testing:
+        click.echo("tests ...", err=True)
+    with ThreadPoolExecutor(len(files) + len(_BESIDE)) as pool:
+        beside = {name: pool.submit(_run_step, name, timeout_s) for name in names if name in _BESIDE}
+        together = [pool.submit(_run, (*_TOGETHER, str(path)), timeout_s) for path in files if is_testing]
+    steps: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name == "tests":
+            left_s = timeout_s - (time.monotonic() - began_s)
+            steps[name] = _tests_step([*(run.result() for run in together), _run(_ALONE, max(left_s, 1.0))])
+            steps[name]["seconds"] = round(time.monotonic() - began_s, 1)
+        else:
+            steps[name] = beside[name].result() if name in beside else _run_step(name, timeout_s)
+        steps[name]["summary"] = _summary(steps[name])
+    return steps
+
+
+def _run_step(name: str, timeout_s: float) -> dict[str, Any]:
+    click.echo(f"{name} ...", err=True)
+    return _run(STEPS[name], timeout_s)
+
+
+def _tests_step(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     for run in runs:
         lines = run["stdout"].splitlines()
@@ -96,6 +110,7 @@ def _run(arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "MC_LOG_LEVEL": "ERROR",
     }
+    began_s = time.monotonic()
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -109,6 +124,7 @@ def _run(arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
             f"{_text(error.stderr)}\nended after {timeout_s:.0f} s",
         )
     step: dict[str, Any] = {"ok": code == 0, "code": code, "stdout": stdout}
+    step["seconds"] = round(time.monotonic() - began_s, 1)
     lines = [line for line in stdout.splitlines() if line.strip()]
     with contextlib.suppress(ValueError, IndexError):
         step["result"] = json.loads(lines[-1])
@@ -138,16 +154,14 @@ def main(only: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
     """Run all that needs a GPU: tests/gpu, doctor, Mooncake over NVLink, and the benchmarks."""
     if not torch.cuda.is_available():
         raise click.ClickException("there is no GPU that torch can use")
-    steps: dict[str, dict[str, Any]] = {}
-    for name in only or STEPS:
-        click.echo(f"{name} ...", err=True)
-        steps[name] = run_step(name, timeout_s)
-        output = steps[name].pop("output", "")
-        if not steps[name]["ok"]:
-            steps[name]["output"] = output
+    steps = run_steps([name for name in STEPS if name in (only or STEPS)], timeout_s)
+    for step in steps.values():
+        output = step.pop("output", "")
+        if not step["ok"]:
+            step["output"] = output
             click.echo(output, err=True)
         for inner in ("code", "stdout"):
-            steps[name].pop(inner, None)
+            step.pop(inner, None)
     failed = [name for name, step in steps.items() if not step["ok"]]
     if as_json:
         click.echo(json.dumps({"ok": not failed, "steps": steps}))

@@ -1,11 +1,11 @@
 """A link between two GPUs, emulated, for machines with one: it takes time, and carries nothing.
 
-The call that begins a write comes back when a link of the given speed would have carried the bytes, as
-Mooncake's does between two GPUs, and other threads may run meanwhile. So it is seen what all that is around
-the writes adds to them.
+A write is over when a link of the given speed would have carried its bytes and those of the writes before it,
+as Mooncake's is between two GPUs. So it is seen what all that is around the writes adds to them.
 """
 
 import functools
+import itertools
 import threading
 from typing import Final
 
@@ -22,7 +22,6 @@ from snapd.units import MS_PER_S
 from snapd.wire import HelloRep
 
 _CALIBRATION_CYCLES: Final = 20_000_000
-_DONE: Final = 1
 
 
 class Link:
@@ -50,13 +49,13 @@ class Link:
         end.synchronize()
         return _CALIBRATION_CYCLES / (float(start.elapsed_time(end)) / MS_PER_S)
 
-    def carry(self, size_bytes: int) -> None:
-        """Wait until so many bytes, and those before them, would have been carried."""
+    def carry(self, size_bytes: int) -> torch.cuda.Event:
+        """Have so many bytes carried after those before them; return the event of their end."""
         cycles = int(self._cycles_per_s * size_bytes / self.bytes_per_s)
         with self._lock, torch.cuda.stream(self._stream):
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-            over = self._stream.record_event()
-        over.synchronize()
+            over: torch.cuda.Event = self._stream.record_event()
+        return over
 
 
 class LinkEngine(MooncakeEngine):
@@ -65,14 +64,20 @@ class LinkEngine(MooncakeEngine):
     def __init__(self, config: MooncakeConfig, link: Link) -> None:
         super().__init__(config)
         self._link = link
+        self._numbers = itertools.count(1)
+        self._under_way: dict[int, torch.cuda.Event] = {}
 
     def submit(self, segment_name: str, write: Write) -> int:
-        """Wait for the link; return an id that is done."""
-        self._link.carry(write.size_bytes)
-        return _DONE
+        """Give the write to the link; return its id."""
+        batch_id = next(self._numbers)
+        self._under_way[batch_id] = self._link.carry(write.size_bytes)
+        return batch_id
 
     def check(self, batch_id: int) -> WriteState:
-        """Return that it is done."""
+        """Return whether the link has carried it."""
+        if not self._under_way[batch_id].query():  # type: ignore[no-untyped-call]
+            return WriteState.RUNNING
+        del self._under_way[batch_id]
         return WriteState.DONE
 
 

@@ -139,9 +139,10 @@ class DeviceGather(abc.ABC):
         payload_bytes = sum(section.stop - section.start for section in plan.sections)
         gathering = PieceGathering(StagedPiece(plan.offset_bytes, plan.size_bytes), payload_bytes)
         try:
-            # The ring may have been made in inference mode, and this may not be.
-            with memory_errors(self._pool.device), self._on_stream(), torch.inference_mode():
-                _fill_holes(plan, buffer.memory)
+            with memory_errors(self._pool.device):
+                if holes := _holes(plan):
+                    with self._on_stream():
+                        _fill_holes(holes, buffer.memory)
                 self._launch(plan, buffer, gathering)
                 if self._stream is not None:
                     gathering._event = self._stream.record_event()
@@ -161,12 +162,17 @@ class DeviceGather(abc.ABC):
         self.bytes_done += gathering.payload_bytes
         return gathering.staged
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Have torch's operations run on the stream. It takes longer than a launch that is told of it."""
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        # Pool and ring may have been made in inference mode, and this may not be.
+        with stream, torch.inference_mode():
+            yield
 
     @abc.abstractmethod
     def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
-        """Queue the moves of a piece."""
+        """Queue the moves of a piece on the stream, which need not be current."""
 
     @abc.abstractmethod
     def _collected(self, gathering: PieceGathering) -> None:
@@ -181,14 +187,19 @@ class DeviceGather(abc.ABC):
         """Return both sums of each plane, maybe negative."""
 
 
-def _fill_holes(plan: PiecePlan, buffer: torch.Tensor) -> None:
-    """Fill what is between the planes: what the buffer held before is nobody's business."""
+def _holes(plan: PiecePlan) -> list[tuple[int, int]]:
+    """Return what is between the planes of a piece: first byte in the buffer, and one past the last."""
     holes = []
     end = 0
     for section in plan.sections:
         if end < section.at:
             holes.append((end, section.at))
         end = section.at + section.stop - section.start
+    return holes
+
+
+def _fill_holes(holes: Sequence[tuple[int, int]], buffer: torch.Tensor) -> None:
+    """Fill holes with zeros: what the buffer held before is nobody's business."""
     if len(holes) > _HOLES_MAX:
         holes = [(holes[0][0], holes[-1][1])]
     for start, stop in holes:
@@ -231,9 +242,10 @@ class JobGather(DeviceGather):
             options: dict[str, Any] = {}
             if self._stream is not None:
                 options = {"stream": self._stream, "after": self._after}
-            job = self._make_job(pool, self._slots[start:stop], planes, **options)
-            gathering._jobs.append(job)
-            job.step(job.bytes_total)
+            with self._on_stream():
+                job = self._make_job(pool, self._slots[start:stop], planes, **options)
+                gathering._jobs.append(job)
+                job.step(job.bytes_total)
             parts.append((start, sections))
         self._parts[gathering] = parts
 
@@ -281,10 +293,8 @@ class TritonGather(DeviceGather):
         self._kernels = gpukernels
         self._rows: list[list[int]] = []
         self._launches = self._plan_launches()
-        self._is_prepared = False
         self._kept: list[torch.Tensor] = []
-        self._table: torch.Tensor = torch.empty(0)
-        self._device_slots: torch.Tensor = torch.empty(0)
+        self._gathers: Any = None
         self._device_sums: torch.Tensor = torch.empty(0)
         self._host_sums: torch.Tensor | None = None
         self._sums_arrived: torch.cuda.Event | None = None
@@ -352,11 +362,11 @@ class TritonGather(DeviceGather):
             for event in self._after:
                 self._stream.wait_event(event)
             self._pool.keep_for(self._stream)
-        self._table = self._to_device(torch.tensor(self._rows, dtype=torch.int64), torch.int64)
-        self._device_slots = self._to_device(self._slots, torch.int32)
+        table = self._to_device(torch.tensor(self._rows, dtype=torch.int64), torch.int64)
+        slots = self._to_device(self._slots, torch.int32)
         num_planes = len(self._pool.planes)
         self._device_sums = torch.zeros((num_planes, 2), dtype=torch.int64, device=self._pool.device)
-        self._is_prepared = True
+        self._gathers = self._kernels.Gathers(table, slots, self._device_sums, self._stream)
 
     def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._stream is None:
@@ -367,22 +377,16 @@ class TritonGather(DeviceGather):
 
     def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
         del plan, gathering
-        if not self._is_prepared:
-            self._prepare()
+        if self._gathers is None:
+            with self._on_stream():
+                self._prepare()
         for launch in self._launches[self._next_piece]:
-            self._kernels.launch(
-                self._table[launch.row_start : launch.row_stop],
-                self._device_slots,
-                self._device_sums,
-                0,
-                self._slots.numel(),
-                launch.how,
-                is_scatter=False,
-                span_tokens=launch.span_tokens,
-                plane_base=buffer.address,
+            self._gathers.launch(
+                launch.row_start, launch.row_stop, launch.span_tokens, buffer.address, launch.how
             )
         if self._next_piece == len(self._plans) - 1:
-            self._bring_sums()
+            with self._on_stream():
+                self._bring_sums()
 
     def _bring_sums(self) -> None:
         self._host_sums = to_host(self._device_sums, self._stream)

@@ -14,8 +14,9 @@ together, and a word may span two tokens.
 Source: design, section 8; the checksum is defined in ``checksum``.
 """
 
+import contextlib
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -246,7 +247,7 @@ def launch(
     span_tokens: int | None = None,
     plane_base: int = 0,
     tuning: Tuning | None = None,
-) -> None:
+) -> Any:
     """Move tokens ``[token_start, token_stop)`` of all rows of *table* on the current stream.
 
     Everything was checked by the caller: a wrong address or slot is a wild access.
@@ -262,16 +263,15 @@ def launch(
         span_tokens: the most tokens of one row, when the rows narrow the range down; None: all.
         plane_base: is added to the plane addresses of the table.
         tuning: constants; the result does not depend on them. None: ``DEFAULT_TUNING``.
+
+    Returns:
+        Triton's compiled kernel; None in its interpreter.
     """
     tuning = tuning or DEFAULT_TUNING
-    tokens = max(1, tuning.tile_units // how.columns)
-    # A short range is spread over many programs instead of a few with many steps.
     if span_tokens is None:
         span_tokens = token_stop - token_start
-    programs_wanted = ceil_div(span_tokens, tokens)
-    steps = max(1, min(tuning.steps, programs_wanted * table.shape[0] // _PROGRAMS_MIN))
-    grid = (max(1, ceil_div(programs_wanted, steps)), table.shape[0])
-    _move.run(
+    grid, steps = _shape(how, table.shape[0], span_tokens, tuning)
+    return _move.run(
         table,
         slots,
         table if sums is None else sums,
@@ -279,21 +279,97 @@ def launch(
         token_stop,
         steps,
         plane_base,
-        UNIT_BYTES=how.unit_bytes,
-        TOKENS=tokens,
-        COLUMNS=how.columns,
-        IS_EXACT=how.is_exact,
-        IS_WIDE=how.is_wide,
-        IS_SCATTER=is_scatter,
-        HAS_SUMS=sums is not None,
-        LOAD_CACHE=tuning.load_cache,
-        LOAD_EVICT=tuning.load_evict,
-        STORE_CACHE=tuning.store_cache,
-        STORE_EVICT=tuning.store_evict,
+        **_constants(how, tuning, is_scatter=is_scatter, has_sums=sums is not None),
         num_warps=tuning.num_warps,
         grid=grid,
         warmup=False,
     )
+
+
+def _tile_tokens(how: Launch, tuning: Tuning) -> int:
+    return max(1, tuning.tile_units // how.columns)
+
+
+def _shape(how: Launch, rows: int, span_tokens: int, tuning: Tuning) -> tuple[tuple[int, int, int], int]:
+    """Return the grid, and how many tiles a program moves one after the other."""
+    programs_wanted = ceil_div(span_tokens, _tile_tokens(how, tuning))
+    # A short range is spread over many programs instead of a few with many steps.
+    steps = max(1, min(tuning.steps, programs_wanted * rows // _PROGRAMS_MIN))
+    return (max(1, ceil_div(programs_wanted, steps)), rows, 1), steps
+
+
+def _constants(how: Launch, tuning: Tuning, *, is_scatter: bool, has_sums: bool) -> dict[str, Any]:
+    """Return what the kernel is compiled for, in the order of its signature."""
+    return {
+        "UNIT_BYTES": how.unit_bytes,
+        "TOKENS": _tile_tokens(how, tuning),
+        "COLUMNS": how.columns,
+        "IS_EXACT": how.is_exact,
+        "IS_WIDE": how.is_wide,
+        "IS_SCATTER": is_scatter,
+        "HAS_SUMS": has_sums,
+        "LOAD_CACHE": tuning.load_cache,
+        "LOAD_EVICT": tuning.load_evict,
+        "STORE_CACHE": tuning.store_cache,
+        "STORE_EVICT": tuning.store_evict,
+    }
+
+
+class Gathers:
+    """Launches gathers, one after the other, of parts of one table, with the same slots and sums.
+
+    To bind every argument and to look for the kernel takes Triton longer than all else that a launch is. Here
+    that is done once for each ``Launch``: nothing that it depends on, which is types and alignment, differs
+    from part to part.
+
+    Args:
+        table: int64, shape [rows, TABLE_COLUMNS], on the device.
+        slots: int32 or int64, shape [num_tokens], on the device.
+        sums: int64, shape [planes of the pool, 2], on the device; it is added to.
+        stream: what they run on; None: Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        sums: torch.Tensor,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._table = table
+        self._slots = slots
+        self._sums = sums
+        self._stream = stream
+        # What a launch takes first; addresses, as tensors would be asked for theirs every time.
+        self._table_address = table.data_ptr()
+        self._row_bytes = TABLE_COLUMNS * table.element_size()
+        self._others = (slots.data_ptr(), sums.data_ptr(), 0, slots.numel())
+        self._known: dict[Launch, tuple[Any, tuple[Any, ...]]] = {}
+
+    def launch(self, row_start: int, row_stop: int, span_tokens: int, plane_base: int, how: Launch) -> None:
+        """Gather the planes of rows ``[row_start, row_stop)``; see ``launch``."""
+        known = self._known.get(how)
+        if known is None or self._stream is None:
+            self._launch_first(row_start, row_stop, span_tokens, plane_base, how)
+            return
+        kernel, constants = known
+        grid, steps = _shape(how, row_stop - row_start, span_tokens, DEFAULT_TUNING)
+        first_row = self._table_address + row_start * self._row_bytes
+        with torch.cuda.device(self._stream.device):
+            kernel[grid](
+                first_row, *self._others, steps, plane_base, *constants, stream=self._stream.cuda_stream
+            )
+
+    def _launch_first(
+        self, row_start: int, row_stop: int, span_tokens: int, plane_base: int, how: Launch
+    ) -> None:
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            kernel = launch(
+                self._table[row_start:row_stop], self._slots, self._sums, 0, self._slots.numel(), how,
+                is_scatter=False, span_tokens=span_tokens, plane_base=plane_base,
+            )  # fmt: skip
+        constants = _constants(how, DEFAULT_TUNING, is_scatter=False, has_sums=True)
+        self._known[how] = (kernel, tuple(constants.values()))
 
 
 # Columns of the table of what is only summed: address, size in bytes, and of its plane the word it starts at.

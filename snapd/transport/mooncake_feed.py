@@ -1,7 +1,8 @@
 """Writes what feeds give, out of a GPU, in two threads a writer.
 
-There Mooncake waits inside the call that begins a write, for the copy, with the interpreter's lock released.
-So one thread is in that call while the other waits for the next write, and the link is busy.
+There Mooncake copies on a stream of the thread that begins a write, and sees it done when that stream has
+nothing left to do; older releases wait inside that call, with the interpreter's lock released. Either way a
+thread can have one write under way, so while it waits for that the other one gets the next ready.
 
 A thread that used CUDA must not wake, or end, while the interpreter or CUDA itself comes to its end. So it
 waits for its next feed without a limit, and ends with its writer, or before the interpreter does.

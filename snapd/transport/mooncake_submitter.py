@@ -1,7 +1,8 @@
 """Begins Mooncake's writes out of a GPU in a thread of its own, in order.
 
-There Mooncake waits inside the call that begins a write: for the copy, and so for whatever the GPU was told
-on its default stream before, which may be a whole forward pass.
+There Mooncake's older releases wait inside the call that begins a write: for the copy, and so for whatever
+the GPU was told on its default stream before, which may be a whole forward pass. Newer ones wait for what the
+calling thread told the GPU on a stream of its own, and this thread tells it nothing.
 
 Source: design, section 7.
 """

@@ -5,9 +5,11 @@ On a machine with a GPU they run there, else Triton's interpreter runs the kerne
 
 import contextlib
 import gc
+import inspect
 import os
+import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -330,6 +332,52 @@ def test_rows_that_fill_a_tile_take_the_exact_path() -> None:
 
 # K and V of other widths, an index beside them, and one that fills a tile alone.
 MIXED = [1024, 1024, 768, 768, 132, 656, 2048]
+
+
+class FakeKernel:
+    """A compiled kernel that notes how it is launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[tuple[int, ...], tuple[object, ...], object]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, stream: self.launched.append((grid, arguments, stream))
+
+
+def test_gathers_after_the_first_are_launched_with_all_that_the_first_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = FakeKernel()
+    bound: list[tuple[dict[str, object], tuple[int, ...]]] = []
+    signature = inspect.signature(gpukernels._move.fn)
+
+    def run(
+        *arguments: object, grid: tuple[int, ...], num_warps: int, warmup: bool, **constants: object
+    ) -> FakeKernel:
+        assert num_warps == gpukernels.DEFAULT_TUNING.num_warps and not warmup
+        bound.append((dict(signature.bind(*arguments, **constants).arguments), grid))
+        return kernel
+
+    monkeypatch.setattr(gpukernels, "_move", types.SimpleNamespace(run=run))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    table = torch.arange(9 * gpukernels.TABLE_COLUMNS).view(9, gpukernels.TABLE_COLUMNS)
+    slots, sums = torch.arange(40, dtype=torch.int32), torch.zeros((9, 2), dtype=torch.int64)
+    stream = types.SimpleNamespace(device=torch.device("cuda:1"), cuda_stream=77)
+    wide, narrow = (gpukernels.plan_launch(8, [width], is_wide=True) for width in (128, 6))
+    parts = [(2, 5, 40, 1 << 40, wide), (5, 6, 8, 3 << 40, narrow)]
+    once = gpukernels.Gathers(table, slots, sums, stream)
+    for part in parts * 2:
+        once.launch(*part)
+    assert len(bound) == len(kernel.launched) == len(parts), "bound once each"
+    for (wanted, wanted_grid), (grid, arguments, its_stream) in zip(bound, kernel.launched, strict=True):
+        assert its_stream == 77 and (*wanted_grid, 1)[:3] == (*grid, 1)[:3]
+        got = signature.bind(*arguments).arguments
+        addresses = {
+            name: value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for name, value in wanted.items()
+        }
+        assert got == addresses and list(got) == list(addresses)
 
 
 @pytest.mark.parametrize("private_bytes", [1, 150_000, 1 << 30])

@@ -302,7 +302,7 @@ def test_one_table_serves_every_buffer() -> None:
             buffer = ring.take()
             assert buffer is not None
             source.collect(source.begin(buffer))
-        assert tuple(source._table.shape) == (rows, gpukernels.TABLE_COLUMNS)
+        assert tuple(source._gathers._table.shape) == (rows, gpukernels.TABLE_COLUMNS)
 
 
 # --- peers that rest, and daemons that nobody speaks to ------------------------------------------------

@@ -27,6 +27,7 @@ from snapd.kv.devicestaging import DeviceRing
 from snapd.kv.flights import NOTICE_BYTES, FeedFlight
 from snapd.kv.push import PushJob
 from snapd.kv.ringfeed import RingFeed, Room
+from snapd.kv.staged import PiecePlan
 from snapd.kv.staging import StagingBuffer
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport import mooncake_feed, mooncake_writer
@@ -619,14 +620,14 @@ def test_a_gather_that_a_thread_is_just_launching_is_waited_for(
     stage: FeedStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_launch, is_launching = threading.Event(), threading.Event()
-    fill_holes = devicestaged_module._fill_holes
+    holes = devicestaged_module._holes
 
-    def launch(*arguments: Any) -> None:
+    def launch(plan: PiecePlan) -> list[tuple[int, int]]:
         is_launching.set()
         assert may_launch.wait(PATIENCE_S)
-        fill_holes(*arguments)
+        return holes(plan)
 
-    monkeypatch.setattr(devicestaged_module, "_fill_holes", launch)
+    monkeypatch.setattr(devicestaged_module, "_holes", launch)
     job = stage.start()
     step_until(job, is_launching.is_set)
     job.cancel()
