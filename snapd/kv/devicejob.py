@@ -60,12 +60,24 @@ def memory_errors(device: torch.device) -> Iterator[None]:
         ) from None
 
 
-def to_host(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
-    """Return *tensor* on the host, queued on *stream*, which is current; without one it is there already."""
+def to_host(
+    tensor: torch.Tensor, stream: torch.cuda.Stream | None, host: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return *tensor* on the host, queued on *stream*, which is current; without one it is there already.
+
+    Args:
+        tensor: any.
+        stream: that of its device.
+        host: from ``pinned_like``; None: made now, which can take some tenths of a millisecond.
+    """
     if stream is None:
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return (pinned_like(tensor) if host is None else host).copy_(tensor, non_blocking=True)
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return host memory for *tensor*, that a GPU can copy to while the host goes on."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def pinned_copy(host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

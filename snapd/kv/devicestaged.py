@@ -20,7 +20,7 @@ from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest
 from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
 from snapd.kv.devicecopy import CopyJobs, SlotCopy
-from snapd.kv.devicejob import has_passed, memory_errors, pinned_copy, to_host
+from snapd.kv.devicejob import has_passed, memory_errors, pinned_copy, pinned_like, to_host
 from snapd.kv.pool import KVPool, widest_word_bytes
 from snapd.kv.staged import PiecePlan, Section, StagedPiece, plan_gather
 from snapd.kv.staging import StagingBuffer
@@ -84,6 +84,7 @@ class DeviceGather(abc.ABC):
         after: Sequence[torch.cuda.Event],
     ) -> None:
         sizes, self._plans = plan_gather(pool, slots.numel(), plane_offsets_bytes, extents, piece_bytes)
+        self._filled = [_filling(plan) for plan in self._plans]
         self.plane_sizes_bytes = tuple(sizes)
         self.piece_bytes_max = max(plan.size_bytes for plan in self._plans)
         self.bytes_total = sum(sizes)
@@ -136,11 +137,11 @@ class DeviceGather(abc.ABC):
                 f"a buffer of {buffer.size_bytes} bytes for pieces of {self.piece_bytes_max}"
             )
         plan = self._plans[self._next_piece]
-        payload_bytes = sum(section.stop - section.start for section in plan.sections)
+        payload_bytes, holes = self._filled[self._next_piece]
         gathering = PieceGathering(StagedPiece(plan.offset_bytes, plan.size_bytes), payload_bytes)
         try:
             with memory_errors(self._pool.device):
-                if holes := _holes(plan):
+                if holes:
                     with self._on_stream():
                         _fill_holes(holes, buffer.memory)
                 self._launch(plan, buffer, gathering)
@@ -187,21 +188,22 @@ class DeviceGather(abc.ABC):
         """Return both sums of each plane, maybe negative."""
 
 
-def _holes(plan: PiecePlan) -> list[tuple[int, int]]:
-    """Return what is between the planes of a piece: first byte in the buffer, and one past the last."""
+def _filling(plan: PiecePlan) -> tuple[int, list[tuple[int, int]]]:
+    """Return the bytes of planes in a piece, and what is between them: first byte, and one past the last."""
+    payload_bytes = end = 0
     holes = []
-    end = 0
     for section in plan.sections:
         if end < section.at:
             holes.append((end, section.at))
-        end = section.at + section.stop - section.start
-    return holes
+        size_bytes = section.stop - section.start
+        end = section.at + size_bytes
+        payload_bytes += size_bytes
+    # One launch fills many, with what lies between them.
+    return payload_bytes, holes if len(holes) <= _HOLES_MAX else [(holes[0][0], holes[-1][1])]
 
 
 def _fill_holes(holes: Sequence[tuple[int, int]], buffer: torch.Tensor) -> None:
     """Fill holes with zeros: what the buffer held before is nobody's business."""
-    if len(holes) > _HOLES_MAX:
-        holes = [(holes[0][0], holes[-1][1])]
     for start, stop in holes:
         buffer[start:stop].zero_()
 
@@ -296,6 +298,7 @@ class TritonGather(DeviceGather):
         self._kept: list[torch.Tensor] = []
         self._gathers: Any = None
         self._device_sums: torch.Tensor = torch.empty(0)
+        self._pinned_sums: torch.Tensor | None = None
         self._host_sums: torch.Tensor | None = None
         self._sums_arrived: torch.cuda.Event | None = None
 
@@ -366,6 +369,8 @@ class TritonGather(DeviceGather):
         slots = self._to_device(self._slots, torch.int32)
         num_planes = len(self._pool.planes)
         self._device_sums = torch.zeros((num_planes, 2), dtype=torch.int64, device=self._pool.device)
+        if self._stream is not None:
+            self._pinned_sums = pinned_like(self._device_sums)
         self._gathers = self._kernels.Gathers(table, slots, self._device_sums, self._stream)
 
     def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -389,7 +394,7 @@ class TritonGather(DeviceGather):
                 self._bring_sums()
 
     def _bring_sums(self) -> None:
-        self._host_sums = to_host(self._device_sums, self._stream)
+        self._host_sums = to_host(self._device_sums, self._stream, self._pinned_sums)
         if self._stream is not None:
             self._sums_arrived = self._stream.record_event()
 

@@ -12,13 +12,25 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
 from typing import Final
 
 from snapd.errors import TransportError
 
 # A peer that is stopped keeps a call for a minute; it must not keep the process from ending for so long.
 REST_S_MAX: Final = 2.0
+
+
+class _UnderWay(contextlib.AbstractContextManager[None]):
+    """What ``Calls.under_way`` returns, one for all: it is entered some times for each piece of a push."""
+
+    def __init__(self, calls: "Calls") -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._calls.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.end()
 
 
 class Calls:
@@ -29,6 +41,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
+        self._under_way = _UnderWay(self)
         self.reset()
 
     def reset(self) -> None:
@@ -37,22 +50,26 @@ class Calls:
         self._is_ending = False
         self._changed = threading.Condition()
 
-    @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
+    def under_way(self) -> contextlib.AbstractContextManager[None]:
         """Be in a call inside the block.
 
         Raises:
-            TransportError: the process is ending, so none begins any more.
+            TransportError: when it is entered: the process is ending, so none begins any more.
         """
+        return self._under_way
+
+    def begin(self) -> None:
+        """Be in a call until ``end``; errors as ``under_way``."""
         with self._changed:
             if self._is_ending:
                 raise TransportError("this process is ending")
             self.count += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.count -= 1
+
+    def end(self) -> None:
+        """Be in it no more."""
+        with self._changed:
+            self.count -= 1
+            if self._is_ending:
                 self._changed.notify_all()
 
     def rest(self, limit_s: float = REST_S_MAX) -> bool:

@@ -16,7 +16,6 @@ from test_push_staged import SHARD_BYTES
 from snapd.core.slab import Extent
 from snapd.errors import Reason, TransportError
 from snapd.kv import devicepush
-from snapd.kv import devicestaged as devicestaged_module
 from snapd.kv import flights as flights_module
 from snapd.kv import ringfeed as ringfeed_module
 from snapd.kv import stagedjob as stagedjob_module
@@ -27,7 +26,6 @@ from snapd.kv.devicestaging import DeviceRing
 from snapd.kv.flights import NOTICE_BYTES, FeedFlight
 from snapd.kv.push import PushJob
 from snapd.kv.ringfeed import RingFeed, Room
-from snapd.kv.staged import PiecePlan
 from snapd.kv.staging import StagingBuffer
 from snapd.mooncakeconfig import MooncakeConfig
 from snapd.transport import mooncake_feed, mooncake_writer
@@ -620,14 +618,14 @@ def test_a_gather_that_a_thread_is_just_launching_is_waited_for(
     stage: FeedStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_launch, is_launching = threading.Event(), threading.Event()
-    holes = devicestaged_module._holes
+    launch_now = JobGather._launch
 
-    def launch(plan: PiecePlan) -> list[tuple[int, int]]:
+    def launch(self: JobGather, *arguments: Any) -> None:
         is_launching.set()
         assert may_launch.wait(PATIENCE_S)
-        return holes(plan)
+        launch_now(self, *arguments)
 
-    monkeypatch.setattr(devicestaged_module, "_holes", launch)
+    monkeypatch.setattr(JobGather, "_launch", launch)
     job = stage.start()
     step_until(job, is_launching.is_set)
     job.cancel()
