@@ -19,6 +19,7 @@ from snapd import cuda
 from snapd.cuda import CudaError
 from snapd.daemonlife import DaemonLife
 from snapd.errors import ConnectionLost, ProtocolError
+from snapd.lifewatch import WATCH
 from snapd.units import format_bytes
 from snapd.wire import CudaMemory
 
@@ -115,7 +116,7 @@ class MappedCudaArena:
 
     It stays open until it is closed and no ``view`` of it, nor a tensor made of one, is left; it is unmapped
     a little later, by a thread that waits for the GPU. A forked child cannot use it. Once the daemon is gone
-    the memory is nobody's: ``check_alive`` before every use.
+    the memory is nobody's, and what has no view is unmapped: ``check_alive`` before every use.
 
     Attributes:
         rank: whose arena.
@@ -125,6 +126,7 @@ class MappedCudaArena:
         device: the GPU that uses it, ``cuda:N`` as this process counts. torch takes what another GPU has, and
             this one reaches, for its own.
         home_device: the GPU that it lies on.
+        life: of the daemon.
         writable: always, whatever was asked for.
     """
 
@@ -137,8 +139,10 @@ class MappedCudaArena:
         self.address = opening.address
         self.device = opening.context.gpu.device
         self.home_device = opening.home_device
+        self.life: Final = life
         self._opening: Opening | None = opening
-        self._life = life
+        self._is_closed = False
+        WATCH.add(self)
 
     @property
     def buffer(self) -> memoryview:
@@ -154,7 +158,7 @@ class MappedCudaArena:
     @property
     def is_abandoned(self) -> bool:
         """The daemon that owns it is gone, or this mapping is closed."""
-        return self._life.is_over
+        return self.life.is_over
 
     def check_alive(self) -> None:
         """Check that the daemon that owns it lives.
@@ -170,18 +174,23 @@ class MappedCudaArena:
 
         Raises:
             ValueError: it is closed.
+            ConnectionLost: the daemon is gone.
             CudaError: this is a forked child.
         """
-        if self._opening is None:
+        opening = self._opening
+        if opening is None:
+            if not self._is_closed:
+                self.check_alive()
             raise ValueError(f"the mapping of arena {self.rank} is closed")
-        self._opening.context.check_process()
-        return self._opening
+        opening.context.check_process()
+        return opening
 
     def view(self, offset_bytes: int, size_bytes: int) -> CudaBytes:
         """Return *size_bytes* of it from *offset_bytes* on.
 
         Raises:
             ValueError: it is closed, or they are not all inside.
+            ConnectionLost: the daemon is gone.
             CudaError: this is a forked child.
         """
         self.check_range(offset_bytes, size_bytes)
@@ -203,15 +212,22 @@ class MappedCudaArena:
 
         Raises:
             ValueError: the arena is closed, or the bytes are not all inside.
+            ConnectionLost: the daemon is gone.
             CudaError: the copy failed, or this is a forked child.
         """
         self.check_range(offset_bytes, size_bytes)
-        self.hold().context.copy(self.address + offset_bytes, source_address, size_bytes)
+        held = self.hold()  # Until the copy is done, whoever lets go of it meanwhile.
+        held.context.copy(self.address + offset_bytes, source_address, size_bytes)
+
+    def abandon(self) -> None:
+        """Let go of the memory because the daemon is gone, from any thread."""
+        self._opening = None
 
     def close(self) -> None:
         """Let go of the memory, without waiting for the GPU. May be called twice."""
+        self._is_closed = True
         self._opening = None
-        self._life.close()
+        self.life.close()
 
     def __enter__(self) -> Self:
         return self

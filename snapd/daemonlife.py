@@ -41,6 +41,11 @@ class DaemonLife:
             )
         return self._is_over
 
+    def register(self, poller: "select.poll") -> None:
+        """Have *poller* come back when it is over. It may also come back for nothing, after ``close``."""
+        # Of a connection the other end's closing is told whatever is asked for.
+        poller.register(self._fd, select.POLLIN if self._is_pidfd else 0)
+
     def close(self) -> None:
         """Look no more. May be called twice."""
         self._close()

@@ -65,20 +65,24 @@ def run_steps(names: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any
         For each its ``ok``, ``seconds``, ``summary`` in one line, ``output`` (its last lines) if it failed,
         and ``result`` if it printed an object.
     """
-    began_s = time.monotonic()
     files = sorted(path.relative_to(_ROOT) for path in (_ROOT / "tests" / "gpu").glob("test_*.py"))
     is_testing = "tests" in names
     if is_testing:
         click.echo("tests ...", err=True)
     with ThreadPoolExecutor(len(files) + len(_BESIDE)) as pool:
         beside = {name: pool.submit(_run_step, name, timeout_s) for name in names if name in _BESIDE}
-        together = [pool.submit(_run, (*_TOGETHER, str(path)), timeout_s) for path in files if is_testing]
+        together = [
+            pool.submit(_run_tests, (*_TOGETHER, str(path)), timeout_s) for path in files if is_testing
+        ]
     steps: dict[str, dict[str, Any]] = {}
     for name in names:
         if name == "tests":
-            left_s = timeout_s - (time.monotonic() - began_s)
-            steps[name] = _tests_step([*(run.result() for run in together), _run(_ALONE, max(left_s, 1.0))])
-            steps[name]["seconds"] = round(time.monotonic() - began_s, 1)
+            runs = [run.result() for run in together]
+            # Those that are alone wait for what is beside the others, which is not their time.
+            taken_s = max(run["seconds"] for run in runs)
+            runs.append(_run_tests(_ALONE, max(timeout_s - taken_s, 1.0)))
+            steps[name] = _tests_step(runs)
+            steps[name]["seconds"] = round(taken_s + runs[-1]["seconds"], 1)
         else:
             steps[name] = beside[name].result() if name in beside else _run_step(name, timeout_s)
         steps[name]["summary"] = _summary(steps[name])
@@ -87,7 +91,19 @@ def run_steps(names: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any
 
 def _run_step(name: str, timeout_s: float) -> dict[str, Any]:
     click.echo(f"{name} ...", err=True)
-    return _run(STEPS[name], timeout_s)
+    step = _run(STEPS[name], timeout_s)
+    if not step["ok"]:
+        click.echo(step["output"], err=True)
+    return step
+
+
+def _run_tests(arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    run = _run(arguments, timeout_s)
+    # A file may have none that are run together.
+    run["ok"] = run["code"] in (0, _ALL_SKIPPED)
+    if not run["ok"]:
+        click.echo(run["output"], err=True)
+    return run
 
 
 def _tests_step(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -97,10 +113,9 @@ def _tests_step(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1] if lines else "")
         counts.update({what: int(count) for count, what in found})
     step: dict[str, Any] = {"result": dict(counts)}
-    # Nothing was tested where every test is skipped. A file may have none that are run together.
-    step["ok"] = all(run["code"] in (0, _ALL_SKIPPED) for run in runs) and bool(counts["passed"])
-    if not step["ok"]:
-        step["output"] = "\n".join(run["output"] for run in runs if run["code"] not in (0, _ALL_SKIPPED))
+    # Nothing was tested where every test is skipped.
+    step["ok"] = all(run["ok"] for run in runs) and bool(counts["passed"])
+    step["output"] = "\n".join(run["output"] for run in runs if not run["ok"])
     return step
 
 
@@ -156,11 +171,7 @@ def main(only: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
         raise click.ClickException("there is no GPU that torch can use")
     steps = run_steps([name for name in STEPS if name in (only or STEPS)], timeout_s)
     for step in steps.values():
-        output = step.pop("output", "")
-        if not step["ok"]:
-            step["output"] = output
-            click.echo(output, err=True)
-        for inner in ("code", "stdout"):
+        for inner in ("code", "stdout", *(["output"] if step["ok"] else [])):
             step.pop(inner, None)
     failed = [name for name, step in steps.items() if not step["ok"]]
     if as_json:

@@ -27,6 +27,7 @@ from snapd.kv.torchcopy import Summing
 if TYPE_CHECKING:
     from snapd.kv import gpukernels
 
+_MOD: Final = 1 << 64
 _UNIT_BYTES_MAX: Final = 8
 # What loads and stores are at most; planes at multiples of it are moved as their pool says.
 _WIDEST_BYTES: Final = 16
@@ -269,6 +270,23 @@ def launch_nothing(pool: KVPool) -> None:
                 _kernels().launch(table, slots, its_sums, 0, 0, group.how, is_scatter=is_scatter)
 
 
+def _gather_twice(pool: KVPool, slots: torch.Tensor, planes: Sequence[torch.Tensor]) -> list[PlaneChecksum]:
+    """Gather as pieces of a push are, the second time as those after the first; return the sums of both."""
+    addresses = [plane.data_ptr() for plane in planes]
+    plan = _new_plan(pool, range(len(planes)), addresses)
+    table = _table(plan, addresses, slots.numel()).to(pool.device)
+    sums = torch.zeros((len(planes), 2), dtype=torch.int64, device=pool.device)
+    stream = torch.cuda.current_stream(pool.device) if pool.device.type == "cuda" else None
+    gathers = _kernels().Gathers(table, slots.to(pool.device, torch.int32), sums, stream)
+    for _ in range(2):
+        start = 0
+        for group in plan:
+            stop = start + len(group.members)
+            gathers.launch(start, stop, slots.numel(), 0, group.how)
+            start = stop
+    return [(sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in sums.tolist()]
+
+
 def probe(device: torch.device) -> None:
     """Gather and scatter a few rows on *device* and compare with the CPU.
 
@@ -284,7 +302,13 @@ def probe(device: torch.device) -> None:
     planes = [torch.zeros_like(plane, device=device) for plane in host_planes]
     sums = cpu_copy.gather(host_pool, slots, host_planes)
     target = KVPool.mla([torch.zeros_like(buffer, device=device) for buffer in host])
-    is_same = gather_gpu(pool, slots, planes) == sums and scatter_gpu(planes, target, slots) == sums
+    is_same = gather_gpu(pool, slots, planes) == sums
+    for plane in planes:
+        plane.zero_()
+    is_same = is_same and _gather_twice(pool, slots, planes) == [
+        (2 * a % _MOD, 2 * b % _MOD) for a, b in sums
+    ]
+    is_same = is_same and scatter_gpu(planes, target, slots) == sums
     for place, plane, host_plane in zip(target.planes, planes, host_planes, strict=True):
         is_same = is_same and torch.equal(plane.cpu(), host_plane)
         is_same = is_same and torch.equal(place.rows[slots.to(device)].flatten().cpu(), host_plane)

@@ -369,7 +369,9 @@ class Gathers:
                 is_scatter=False, span_tokens=span_tokens, plane_base=plane_base,
             )  # fmt: skip
         constants = _constants(how, DEFAULT_TUNING, is_scatter=False, has_sums=True)
-        self._known[how] = (kernel, tuple(constants.values()))
+        # Before Triton 3.3 a compiled kernel takes none of them.
+        taken = () if kernel is None else kernel.src.signature
+        self._known[how] = (kernel, tuple(value for name, value in constants.items() if name in taken))
 
 
 # Columns of the table of what is only summed: address, size in bytes, and of its plane the word it starts at.

@@ -6,6 +6,7 @@ Source: design, section 7.
 import contextlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar, Final, Self
 
@@ -50,10 +51,10 @@ class Opening:
 
 
 class _Use(msgspec.Struct):
-    """A live engine: how many writers use it, and which segments it has seen in which epoch."""
+    """A live engine: how many writers use it for which segment, and which it has seen in which epoch."""
 
     engine: MooncakeEngine
-    users: int = 0
+    writers: Counter[str] = msgspec.field(default_factory=Counter)
     epochs: dict[str, str] = msgspec.field(default_factory=dict)
     openings: dict[str, Opening] = msgspec.field(default_factory=dict)
 
@@ -64,6 +65,10 @@ class MooncakeEngines:
     An engine caches a segment for good. When a daemon restarted on the same address, the cached one is
     stale and fails for ever, so a segment name that was used in another epoch gets a fresh engine, where
     all sources are registered again. The old one is closed once no writer uses it. Any thread may call.
+
+    Over nvlink_intra an engine keeps the arenas that it wrote to mapped, and so their memory taken, also when
+    their daemon is gone. There it is not used again for others when the last writer to one of them is closed,
+    and is deleted as soon as no writer uses it.
 
     Attributes:
         backoff: of the peers, shared by all writers.
@@ -93,6 +98,7 @@ class MooncakeEngines:
         self.submitter = None if current is None else Submitter(current)
         self._config = config
         self._make = make
+        self._maps_arenas = config.protocol == "nvlink_intra"
         self._current: _Use | None = None
         self._uses: list[_Use] = []
         self._sources: dict[tuple[int, int], int] = {}
@@ -129,14 +135,18 @@ class MooncakeEngines:
             ):
                 use = self._fresh()
             use.epochs[segment_name] = epoch
-            use.users += 1
+            use.writers[segment_name] += 1
             return use.engine
 
-    def release(self, engine: MooncakeEngine) -> None:
-        """Say that a writer uses the engine no more."""
+    def release(self, engine: MooncakeEngine, segment_name: str) -> None:
+        """Say that a writer to a segment uses the engine no more."""
         with self._lock:
             use = self._use(engine)
-            use.users -= 1
+            use.writers[segment_name] -= 1
+            if not use.writers[segment_name]:
+                del use.writers[segment_name]
+                if self._maps_arenas and use is self._current:
+                    self._current = None
             self._drop_if_idle(use)
 
     def register_source(self, address: int, size_bytes: int) -> None:
@@ -229,9 +239,23 @@ class MooncakeEngines:
         return self._current
 
     def _drop_if_idle(self, use: _Use) -> None:
-        if use is not self._current and use.users == 0:
+        if use is not self._current and not use.writers:
             self._uses.remove(use)
-            use.engine.close()
+            if not (self._maps_arenas and self._is_deleting(use.engine)):
+                use.engine.close()
+
+    def _is_deleting(self, engine: MooncakeEngine) -> bool:
+        """Delete an engine in a thread of its own, as it takes long; return whether there is one."""
+        try:
+            threading.Thread(target=self._delete, args=(engine,), name="snapd-delete", daemon=True).start()
+        except RuntimeError:  # The process ends, or has too many.
+            return False
+        return True
+
+    def _delete(self, engine: MooncakeEngine) -> None:
+        # Unless the process is ending, which unmaps everything.
+        with contextlib.suppress(TransportError), CALLS.under_way(), self.current():
+            engine.close(is_deleted=True)
 
     def _use(self, engine: MooncakeEngine) -> _Use:
         for use in self._uses:

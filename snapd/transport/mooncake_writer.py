@@ -437,6 +437,6 @@ class MooncakeWriter:
                 with contextlib.suppress(TransportError):
                     self._engines.unregister_source(address, size_bytes)
             with contextlib.suppress(TransportError):
-                self._engines.release(self._engine)
+                self._engines.release(self._engine, self._segment_name)
             self._feeder.close()
         return True

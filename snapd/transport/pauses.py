@@ -6,8 +6,8 @@ Source: design, section 7.
 from typing import Final
 
 SHORTEST_S: Final = 0.000_02
-# So an end is seen late by that much of what came before it, and a long wait costs few looks. Up to half a
-# millisecond the pauses are the shortest: a thread that sleeps longer also goes on more slowly.
+# So an end is seen late by that much of what came before it, and a long wait costs few looks. In the
+# first half of a millisecond the pauses are the shortest: a thread that sleeps longer goes on more slowly.
 PART: Final = 0.03
 
 

@@ -576,6 +576,23 @@ def test_an_ingest_of_a_dead_daemon_reads_nothing_whatever_was_mapped_since() ->
         assert pair.tree.inserts == ["t"]
 
 
+def test_a_dead_daemons_arena_is_let_go_of_though_nobody_asks_for_anything() -> None:
+    others = set(cudamapping._openings)
+    with running(device="cuda:0", size="64MiB") as daemon, paired(daemon) as pair:
+        job = finished(pair.start(pair.ready("s", tokens_of(71)), tokens_of(71)))
+        assert job.result.ok
+        pair._planes.clear()
+        gc.collect()
+        opened = set(cudamapping._openings) - others
+        assert opened
+        daemon.kill()
+        wait_for(lambda: not opened & set(cudamapping._openings))
+        daemon.restart()
+        for client in (pair.p, pair.d):
+            client.connect(wait_s=PATIENCE_S)
+        assert pair.ingest(pair.ready("s", tokens_of(71)), tokens_of(71)).ok
+
+
 def test_letting_go_of_a_dead_daemons_arena_does_not_wait_for_a_forward_pass() -> None:
     with running(device="cuda:0", size="64MiB") as daemon, paired(daemon) as pair:
         warmed(pair)
@@ -583,12 +600,14 @@ def test_letting_go_of_a_dead_daemons_arena_does_not_wait_for_a_forward_pass() -
         daemon.restart()
         for client in (pair.p, pair.d):
             client.connect(wait_s=PATIENCE_S)
+        old_planes = list(pair._planes.values())
         pair._planes.clear()
         handle = pair.ready("s", tokens_of(71))
-        gc.collect()
         num_openings = len(cudamapping._openings)
-        # The new one is asked for and opened meanwhile, which takes some tenths of a second on a busy host.
+        # The new one is asked for meanwhile, which takes some tenths of a second on a busy host.
         end = asleep(torch.cuda.Stream(DEVICE), 8)
+        old_planes.clear()
+        gc.collect()
         job = pair.start(handle, tokens_of(71), after=())
         for _ in range(5):
             job.step(STEP_BYTES)

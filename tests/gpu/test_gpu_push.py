@@ -720,3 +720,45 @@ def test_a_closed_pusher_gives_its_staging_memory_back(daemons: Any) -> None:
             assert free_bytes - torch.cuda.mem_get_info(0)[0] >= settings.ring_bytes
         torch.cuda.synchronize()
         assert torch.cuda.mem_get_info(0)[0] > free_bytes - 64 * MIB
+
+
+# --- a dead daemon's memory ----------------------------------------------------------------------------
+
+
+def wait_for_memory(free_bytes: int) -> None:
+    """Wait until so much of GPU 0 is free."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while torch.cuda.mem_get_info(0)[0] < free_bytes:
+        assert time.monotonic() < deadline_s, f"{free_bytes - torch.cuda.mem_get_info(0)[0]} bytes are kept"
+        time.sleep(0.02)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_dead_daemons_memory_is_free_though_nobody_calls(transport: str) -> None:
+    with running(transport, size="1GiB") as daemon, deployed(daemon, settings=PushSettings()) as d:
+        job = finish(d.start())
+        d.check_ready(job)
+        torch.cuda.synchronize()
+        free_bytes = torch.cuda.mem_get_info(0)[0]
+        daemon.kill()
+        # Its context is free in any case, some hundreds of MiB.
+        wait_for_memory(free_bytes + 1024 * MIB)
+        daemon.restart()
+        d.client.connect()
+        d.check_ready(finish(d.start()))
+
+
+@pytest.mark.alone
+@no_mooncake
+def test_what_mooncake_mapped_of_a_dead_daemon_is_free_when_the_next_is_known() -> None:
+    with running("nvlink_intra", size="1GiB") as daemon, deployed(daemon) as d:
+        d.check_ready(finish(d.start()))
+        assert d.pusher.staging_bytes
+        torch.cuda.synchronize()
+        free_bytes = torch.cuda.mem_get_info(0)[0]
+        daemon.kill()
+        daemon.restart()
+        d.client.connect()
+        d.check_ready(finish(d.start()))
+        wait_for_memory(free_bytes - 64 * MIB)

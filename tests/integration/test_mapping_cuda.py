@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from cuda_fake import BROKEN, MIB, FakeDriver, install
 
-from snapd import cuda, cudamapping, daemonlife
+from snapd import cuda, cudamapping, daemonlife, lifewatch
 from snapd.core.slab import Extent
 from snapd.cuda import CudaError
 from snapd.cudaarena import CudaArena
@@ -471,6 +472,111 @@ def test_a_life_that_was_closed_is_over_also_when_its_file_descriptor_is_used_ag
     finally:
         for fd in {*pipe, life._fd}:
             os.close(fd)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """What is closed is seen soon."""
+    monkeypatch.setattr(lifewatch, "_LOOK_MS", 10)
+
+
+def watching():
+    return [thread for thread in threading.enumerate() if thread.name == "snapd-lives"]
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+class Theirs:
+    """Something of another process."""
+
+    def __init__(self, life):
+        self.life = life
+        self.is_abandoned = threading.Event()
+
+    def abandon(self):
+        self.is_abandoned.set()
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_what_is_a_daemons_is_let_go_of_when_it_ends_and_nobody_looks(tmp_path, monkeypatch, has_pidfd):
+    if not has_pidfd:
+        monkeypatch.setattr(daemonlife, "open_pidfd", lambda sock, peer: None)
+    watch = lifewatch.LifeWatch()
+    strangers = [Stranger(tmp_path / name) for name in "ab"]
+    theirs = []
+    for name in "ab":
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(tmp_path / name))
+            theirs.append(Theirs(daemonlife.DaemonLife(sock)))
+            watch.add(theirs[-1])
+    strangers[1].end()
+    assert theirs[1].is_abandoned.wait(PATIENCE_S)
+    assert not theirs[0].is_abandoned.is_set()
+    strangers[0].end()
+    assert theirs[0].is_abandoned.wait(PATIENCE_S)
+    wait_until(lambda: watch._thread is None)
+    for each in theirs:
+        each.life.close()
+
+
+def test_an_arena_without_views_is_unmapped_when_its_daemon_ends(fake, arena, daemon, mapped_from, no_pidfd):
+    mapped = mapped_from(memory_of(arena))
+    assert fake.opened
+    daemon.peers.pop().close()
+    wait_until(lambda: not fake.opened)
+    assert mapped.is_abandoned
+    for use in (lambda: mapped.view(0, 1), mapped.hold, lambda: mapped.copy_in(0, arena.address, 1)):
+        with pytest.raises(ConnectionLost, match="the daemon is gone"):
+            use()
+    mapped.close()
+    with pytest.raises(ValueError, match="is closed"):
+        mapped.hold()
+
+
+def test_what_has_views_is_unmapped_after_the_last_of_them(fake, arena, daemon, mapped_from, no_pidfd):
+    mapped = mapped_from(memory_of(arena))
+    view = mapped.view(0, 5)
+    daemon.peers.pop().close()
+    wait_until(lambda: mapped._opening is None)
+    cudamapping.wait_closed()
+    assert fake.opened and view.__cuda_array_interface__["data"][0] == mapped.address
+    del view
+    wait_until(lambda: not fake.opened)
+    mapped.close()
+
+
+def test_nothing_is_kept_by_the_thread_that_waits_for_its_daemon(fake, arena, mapped_from, often):
+    mapped = mapped_from(memory_of(arena))
+    assert watching()
+    del mapped
+    gc.collect()
+    cudamapping.wait_closed()
+    assert not fake.opened
+    wait_until(lambda: not watching())
+    again = mapped_from(memory_of(arena))
+    assert watching()
+    again.close()
+    wait_until(lambda: not watching())
+
+
+def test_an_arena_can_be_used_where_there_is_no_thread_to_wait_in(arena, mapped_from, monkeypatch, often):
+    wait_until(lambda: not watching())
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        watch = lifewatch.LifeWatch()
+        watch.add(Theirs(_life_of()))
+        assert watch._thread is None
+    with mapped_from(memory_of(arena)) as mapped:
+        assert mapped.hold() and watching()
 
 
 def grant(base=0):

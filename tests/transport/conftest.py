@@ -59,7 +59,7 @@ def engines_of_session(mooncake: None) -> MooncakeEngines:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MC_LOG_LEVEL", "ERROR")
         engines = MooncakeEngines(MooncakeConfig(), make=CarefulEngine)
-        engines.release(engines.acquire("127.0.0.1:1", "none"))
+        engines.release(engines.acquire("127.0.0.1:1", "none"), "127.0.0.1:1")
     return engines
 
 
@@ -69,7 +69,7 @@ def engines(engines_of_session: MooncakeEngines) -> Iterator[MooncakeEngines]:
     yield engines_of_session
     engines_of_session.settle()
     assert engines_of_session._sources == {}
-    assert [use.users for use in engines_of_session._uses] == [0]
+    assert [use.writers for use in engines_of_session._uses] == [{}]
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ class FakeEngine(MooncakeEngine):
         self.notify_error: Exception | None = None
         self.notified: list[tuple[str, Write, str]] = []
         self.is_closed = False
+        self.is_deleted = threading.Event()
         self._open: set[str] = set()
 
     def register(self, address: int, size_bytes: int) -> None:
@@ -73,9 +74,11 @@ class FakeEngine(MooncakeEngine):
             raise self.notify_error
         self.notified.append((segment_name, write, text))
 
-    def close(self) -> None:
+    def close(self, *, is_deleted: bool = False) -> None:
         assert not self.is_closed
         self.is_closed = True
+        if is_deleted:
+            self.is_deleted.set()
 
     def end(self, state: WriteState = WriteState.DONE, count: int = 1 << 30) -> None:
         """Let the first *count* writes that are under way end."""

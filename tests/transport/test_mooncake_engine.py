@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -403,6 +404,16 @@ def test_only_so_many_closed_engines_are_kept_and_the_oldest_is_deleted(answers:
     assert [ref() is not None for ref in kept] == [False] * 2 + [True] * RETIRED_MAX
 
 
+def test_an_engine_that_is_to_be_deleted_is_not_kept(answers: dict[str, Any]) -> None:
+    engine = engine_with()
+    raw = weakref.ref(raw_of(engine))
+    engine.register(4096, 64)
+    engine.close(is_deleted=True)
+    gc.collect()
+    assert raw() is None and not mooncake_engine._retired
+    engine.close(is_deleted=True)
+
+
 def test_a_forked_child_closes_the_engines_of_its_parent_and_deletes_none(answers: dict[str, Any]) -> None:
     live, closed = engine_with(), engine_with()
     kept = [weakref.ref(raw_of(live)), weakref.ref(raw_of(closed))]
@@ -481,9 +492,9 @@ def test_an_old_engine_is_closed_when_no_writer_uses_it_any_more(
 ) -> None:
     old, again = engines.acquire("p:1", "e1"), engines.acquire("p:1", "e1")
     engines.acquire("p:1", "e2")
-    engines.release(old)
+    engines.release(old, "p:1")
     assert not maker.made[0].is_closed
-    engines.release(again)
+    engines.release(again, "p:1")
     assert maker.made[0].is_closed
     assert not maker.made[1].is_closed
 
@@ -491,16 +502,65 @@ def test_an_old_engine_is_closed_when_no_writer_uses_it_any_more(
 def test_an_engine_that_nobody_used_is_closed_when_a_fresh_one_comes(
     maker: Maker, engines: MooncakeEngines
 ) -> None:
-    engines.release(engines.acquire("p:1", "e1"))
+    engines.release(engines.acquire("p:1", "e1"), "p:1")
     assert not maker.made[0].is_closed, "it is the current one"
     engines.acquire("p:1", "e2")
     assert maker.made[0].is_closed
 
 
+@pytest.fixture
+def mapping(maker: Maker) -> MooncakeEngines:
+    """Engines that keep arenas mapped."""
+    return MooncakeEngines(MooncakeConfig(protocol="nvlink_intra"), make=maker)
+
+
+def test_an_engine_that_maps_arenas_is_deleted_with_the_last_writer_to_one(
+    maker: Maker, mapping: MooncakeEngines
+) -> None:
+    """The next life of a daemon has another name, so nobody would ever ask for the old one again."""
+    mapping.register_source(4096, 64)
+    first, second = mapping.acquire("p:1", "e1"), mapping.acquire("p:1", "e1")
+    mapping.release(first, "p:1")
+    assert mapping.acquire("p:1", "e1") is first, "there is a writer to it"
+    mapping.release(first, "p:1")
+    mapping.release(second, "p:1")
+    assert maker.made[0].is_deleted.wait(20)
+    fresh = mapping.acquire("p:2", "e2")
+    assert fresh is not first and maker.made[1].registered == {4096: 64}
+    assert not maker.made[1].is_closed
+
+
+def test_an_engine_that_maps_a_dead_daemons_arena_serves_its_other_writers_and_no_new_ones(
+    maker: Maker, mapping: MooncakeEngines
+) -> None:
+    shared = mapping.acquire("p:1", "e1")
+    assert mapping.acquire("q:1", "e") is shared
+    mapping.release(shared, "p:1")
+    fresh = mapping.acquire("p:2", "e2")
+    assert fresh is not shared and not maker.made[0].is_closed
+    mapping.register_source(4096, 64)
+    assert [engine.registered for engine in maker.made] == [{4096: 64}] * 2
+    mapping.release(shared, "q:1")
+    assert maker.made[0].is_deleted.wait(20)
+    assert mapping.acquire("q:1", "e") is fresh
+
+
+def test_where_there_is_no_thread_to_delete_an_engine_in_it_is_kept_for_a_while(
+    maker: Maker, mapping: MooncakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = mapping.acquire("p:1", "e1")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    mapping.release(engine, "p:1")
+    assert maker.made[0].is_closed and not maker.made[0].is_deleted.is_set()
+
+
 def test_what_an_engine_remembers_of_peers_is_bounded(maker: Maker, engines: MooncakeEngines) -> None:
     for number in range(SEGMENTS_MAX):
-        engines.release(engines.acquire(f"p:{number}", "e"))
-    engines.release(engines.acquire("p:0", "e"))
+        engines.release(engines.acquire(f"p:{number}", "e"), f"p:{number}")
+    engines.release(engines.acquire("p:0", "e"), "p:0")
     assert len(maker.made) == 1
     engines.acquire("another:1", "e")
     assert len(maker.made) == 2
@@ -587,7 +647,7 @@ def test_closed_engines_serve_nobody(maker: Maker, engines: MooncakeEngines) -> 
     assert maker.made[0].is_closed
     assert not engines.covers(4096, 64)
     with pytest.raises(TransportError, match="closed"):
-        engines.release(engine)
+        engines.release(engine, "p:1")
 
 
 def test_a_process_has_one_set_of_engines_for_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -524,7 +524,7 @@ def test_sources_are_given_back_once(
     ready.close()
     assert ready.poll(ticket) == DONE
     assert engine.registered, "the other writer has it"
-    assert [use.users for use in engines._uses] == [1]
+    assert [sum(use.writers.values()) for use in engines._uses] == [1]
 
 
 def test_a_closed_writer_that_nobody_polls_is_settled_by_the_engines(
@@ -546,7 +546,7 @@ def test_a_source_that_cannot_be_given_back_does_not_keep_the_others(
     del engine.registered[SOURCE]
     ready.close()
     assert engine.registered == {}
-    assert [use.users for use in engines._uses] == [0]
+    assert [use.writers for use in engines._uses] == [{}]
 
 
 def test_a_writer_whose_engines_were_closed_says_so(ready: MooncakeWriter, engines: MooncakeEngines) -> None:
