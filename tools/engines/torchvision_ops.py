@@ -7,9 +7,10 @@ importing it fails at the first that is missing. SGLang imports it, and the CPU 
 import importlib.metadata
 
 import torch
-from torch.library import define
+from torch import library
 
 _NAMES = ("nms", "qnms")
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_torchvision_ops() -> None:
@@ -18,7 +19,7 @@ def declare_torchvision_ops() -> None:
         return
     for name in _NAMES:
         if not hasattr(torch.ops.torchvision, name):
-            define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define(f"torchvision::{name}", _SCHEMA)
 
 
 def _is_cpu_build() -> bool:
