@@ -48,15 +48,17 @@ class Opening:
             raise
         finalizer = weakref.finalize(self, _close_later, key, context, self.address, os.getpid())
         finalizer.atexit = False  # At exit a thread may still use it; the driver closes it then.
+        _open[key] = threading.Event()
 
 
 # A handle, the epoch of the daemon that gave it, and the GPU that uses it.
 _Key: TypeAlias = tuple[bytes, str, str]
 # One for each handle of a life of the daemon, as long as anything of it is used.
 _openings: Final["weakref.WeakValueDictionary[_Key, Opening]"] = weakref.WeakValueDictionary()
-# What is being closed; the driver opens a handle once a context.
-_closing: Final[dict[_Key, threading.Event]] = {}
-os.register_at_fork(after_in_child=_closing.clear)
+# What is open, until it is closed; the driver opens a handle once a context. From the beginning, as another
+# thread can see that the last reference is gone before anything is done about it.
+_open: Final[dict[_Key, threading.Event]] = {}
+os.register_at_fork(after_in_child=_open.clear)
 # A collection of garbage may close one while another is being opened by the same thread.
 _lock: Final = threading.RLock()
 
@@ -65,7 +67,6 @@ def _close_later(key: _Key, context: cuda.Context, address: int, pid: int) -> No
     if os.getpid() != pid:
         return  # In a forked child CUDA cannot be used, and what is open is the parent's.
     # Not to be waited for at exit: the driver closes it then.
-    _closing[key] = threading.Event()
     thread = threading.Thread(target=_close, args=(key, context, address), name="snapd-unmap", daemon=True)
     try:
         thread.start()
@@ -83,19 +84,20 @@ def _close(key: _Key, context: cuda.Context, address: int) -> None:
             except CudaError as error:
                 _log.warning("an arena on a GPU was not closed cleanly", error=str(error))
     finally:
-        _closing.pop(key).set()
+        _open.pop(key).set()
 
 
 def wait_closed() -> None:
     """Wait until all that was let go of is unmapped; it takes as long as the GPUs have work."""
-    for key in tuple(_closing):
-        _wait_closed(key)
+    for key in tuple(_open):
+        if key not in _openings:
+            _wait_closed(key)
 
 
 def _wait_closed(key: _Key) -> None:
-    closing = _closing.get(key)
-    if closing is not None:
-        closing.wait()
+    is_closed = _open.get(key)
+    if is_closed is not None:
+        is_closed.wait()
 
 
 class CudaBytes:
@@ -300,12 +302,15 @@ def _opened(driver: cuda.Driver, user: cuda.Gpu, owner: cuda.Gpu, ipc_handle: by
         CudaError: it cannot be opened.
     """
     key = (ipc_handle, epoch, user.uuid)
-    _wait_closed(key)
-    with _lock:
-        opening = _openings.get(key)
-        if opening is None:
-            opening = _openings[key] = Opening(cuda.Context(driver, user), key, owner.device)
-    return opening
+    while True:
+        with _lock:
+            opening = _openings.get(key)
+            if opening is None and key not in _open:
+                opening = _openings[key] = Opening(cuda.Context(driver, user), key, owner.device)
+        if opening is not None:
+            return opening
+        # Without the lock, as above.
+        _wait_closed(key)
 
 
 def _user(driver: cuda.Driver, owner: cuda.Gpu, device: str | None) -> cuda.Gpu:

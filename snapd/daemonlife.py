@@ -35,10 +35,11 @@ class DaemonLife:
     @property
     def is_over(self) -> bool:
         """It has exited, or this object is closed. Never waits; once over, always over."""
-        if not self._is_over:
-            self._is_over = not self._close.alive or (
-                has_exited(self._fd) if self._is_pidfd else _has_hung_up(self._fd)
-            )
+        if not self._is_over and (
+            not self._close.alive or (has_exited(self._fd) if self._is_pidfd else _has_hung_up(self._fd))
+        ):
+            # Only ever set: another thread may have seen the end while this one looked.
+            self._is_over = True
         return self._is_over
 
     def register(self, poller: "select.poll") -> None:

@@ -50,7 +50,8 @@ class LifeWatch:
         """Have it let go of when its daemon has ended."""
         with self._lock:
             self._watched.add(watched)
-            if self._thread is not None:
+            # One that was interrupted before it began, or that failed, watches nothing.
+            if self._thread is not None and self._thread.is_alive():
                 return
             # A daemon thread: the process must not wait for the daemon's end to come to its own.
             self._thread = threading.Thread(target=self._run, name="snapd-lives", daemon=True)

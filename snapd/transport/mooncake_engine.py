@@ -294,6 +294,7 @@ class MooncakeEngine:
             self._name_holder.close()
         if not is_deleted:
             _retire(raw)
+        del raw  # Here, and not when the error below has been handled somewhere.
         if refused:
             where = ", ".join(f"{address:#x} ({code})" for address, code in refused.items())
             raise TransportError(f"Mooncake cannot unregister {where}")

@@ -67,8 +67,8 @@ class MooncakeEngines:
     all sources are registered again. The old one is closed once no writer uses it. Any thread may call.
 
     Over nvlink_intra an engine keeps the arenas that it wrote to mapped, and so their memory taken, also when
-    their daemon is gone. There it is not used again for others when the last writer to one of them is closed,
-    and is deleted as soon as no writer uses it.
+    their daemon is gone. There it is for one daemon only, and is deleted with the last writer to it: a writer
+    to another one would keep all of them mapped.
 
     Attributes:
         backoff: of the peers, shared by all writers.
@@ -99,6 +99,7 @@ class MooncakeEngines:
         self._config = config
         self._make = make
         self._maps_arenas = config.protocol == "nvlink_intra"
+        self._segments_max = 1 if self._maps_arenas else SEGMENTS_MAX
         self._current: _Use | None = None
         self._uses: list[_Use] = []
         self._sources: dict[tuple[int, int], int] = {}
@@ -127,13 +128,7 @@ class MooncakeEngines:
         """
         self.settle()
         with self._lock:
-            use = self._current
-            if (
-                use is None
-                or use.epochs.get(segment_name, epoch) != epoch
-                or (segment_name not in use.epochs and len(use.epochs) >= SEGMENTS_MAX)
-            ):
-                use = self._fresh()
+            use = self._suiting(segment_name, epoch) or self._fresh()
             use.epochs[segment_name] = epoch
             use.writers[segment_name] += 1
             return use.engine
@@ -158,7 +153,7 @@ class MooncakeEngines:
         self.settle()
         with self._lock:
             if self._sources.get((address, size_bytes), 0) == 0:
-                if self._current is None:
+                if not self._uses:
                     self._fresh()
                 done: list[_Use] = []
                 try:
@@ -224,6 +219,16 @@ class MooncakeEngines:
         for use in uses:
             use.engine.close()
 
+    def _suiting(self, segment_name: str, epoch: str) -> _Use | None:
+        """Return an engine that knows of no other life of the peer, and may know of one peer more."""
+        # An old one is not to be used for new writers, but where each is for one daemon none is old.
+        for use in self._uses if self._maps_arenas else [self._current]:
+            if use is None or use.epochs.get(segment_name, epoch) != epoch:
+                continue
+            if segment_name in use.epochs or len(use.epochs) < self._segments_max:
+                return use
+        return None
+
     def _fresh(self) -> _Use:
         engine = self._make(self._config)
         try:
@@ -247,15 +252,23 @@ class MooncakeEngines:
     def _is_deleting(self, engine: MooncakeEngine) -> bool:
         """Delete an engine in a thread of its own, as it takes long; return whether there is one."""
         try:
+            # Not in the thread: it would let go of the engine, and so delete it, when the process is ending.
+            CALLS.begin()
+        except TransportError:
+            return False
+        try:
             threading.Thread(target=self._delete, args=(engine,), name="snapd-delete", daemon=True).start()
         except RuntimeError:  # The process ends, or has too many.
+            CALLS.end()
             return False
         return True
 
     def _delete(self, engine: MooncakeEngine) -> None:
-        # Unless the process is ending, which unmaps everything.
-        with contextlib.suppress(TransportError), CALLS.under_way(), self.current():
-            engine.close(is_deleted=True)
+        try:
+            with contextlib.suppress(TransportError), self.current():
+                engine.close(is_deleted=True)
+        finally:
+            CALLS.end()
 
     def _use(self, engine: MooncakeEngine) -> _Use:
         for use in self._uses:

@@ -345,6 +345,36 @@ def test_what_is_being_closed_is_not_opened_again_before(arena, mapped_from, mon
     assert order[:2] == ["closed", "opened"]
 
 
+def test_what_was_let_go_of_this_moment_is_not_opened_again_before_it_is_closed(
+    fake, arena, mapped_from, monkeypatch
+):
+    """Its last reference went in another thread, which has not come so far as to close it."""
+    close_later = cudamapping._close_later
+    is_gone, may_go = threading.Event(), threading.Event()
+
+    def late(*arguments):
+        is_gone.set()
+        assert may_go.wait(PATIENCE_S)
+        close_later(*arguments)
+
+    class Closed(threading.Event):
+        def wait(self, timeout=None):
+            may_go.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(cudamapping, "_close_later", late)
+    first = mapped_from(memory_of(arena))
+    (key,) = cudamapping._open
+    cudamapping._open[key] = Closed()
+    thread = threading.Thread(target=first.abandon)
+    thread.start()
+    assert is_gone.wait(PATIENCE_S)
+    with mapped_from(memory_of(arena)) as again:
+        assert may_go.is_set() and list(fake.opened) == [again.address]
+    thread.join()
+    first.close()
+
+
 def test_what_is_closed_cannot_be_used(arena, mapped_from):
     mapped = mapped_from(memory_of(arena))
     mapped.close()
@@ -474,6 +504,28 @@ def test_a_life_that_was_closed_is_over_also_when_its_file_descriptor_is_used_ag
             os.close(fd)
 
 
+def test_an_end_that_one_thread_saw_is_not_taken_back_by_another_that_looked_before(monkeypatch):
+    looks, may_answer = threading.Event(), threading.Event()
+
+    def slow(fd):
+        looks.set()
+        assert may_answer.wait(PATIENCE_S)
+        return False
+
+    life = _life_of()
+    monkeypatch.setattr(daemonlife, "has_exited", slow)
+    thread = threading.Thread(target=lambda: life.is_over)
+    thread.start()
+    assert looks.wait(PATIENCE_S)
+    monkeypatch.setattr(daemonlife, "has_exited", lambda fd: True)
+    assert life.is_over
+    may_answer.set()
+    thread.join()
+    monkeypatch.setattr(daemonlife, "has_exited", lambda fd: False)
+    assert life.is_over
+    life.close()
+
+
 @pytest.fixture
 def often(monkeypatch):
     """What is closed is seen soon."""
@@ -562,6 +614,24 @@ def test_nothing_is_kept_by_the_thread_that_waits_for_its_daemon(fake, arena, ma
     assert watching()
     again.close()
     wait_until(lambda: not watching())
+
+
+def test_a_thread_that_was_interrupted_before_it_began_is_replaced(tmp_path, monkeypatch):
+    def start(thread):
+        raise KeyboardInterrupt
+
+    watch = lifewatch.LifeWatch()
+    stranger = Stranger(tmp_path / "a")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(tmp_path / "a"))
+        theirs = Theirs(daemonlife.DaemonLife(sock))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", start)
+        watch.add(theirs)
+    watch.add(theirs)
+    stranger.end()
+    assert theirs.is_abandoned.wait(PATIENCE_S)
+    theirs.life.close()
 
 
 def test_an_arena_can_be_used_where_there_is_no_thread_to_wait_in(arena, mapped_from, monkeypatch, often):

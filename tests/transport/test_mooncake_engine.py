@@ -17,8 +17,9 @@ from target import wait_for
 
 from snapd.errors import ExtraMissing, TransportError
 from snapd.mooncakeconfig import MooncakeConfig
-from snapd.transport import mooncake_engine
+from snapd.transport import mooncake_engine, mooncake_engines
 from snapd.transport.base import Write
+from snapd.transport.mooncake_calls import Calls
 from snapd.transport.mooncake_engine import RETIRED_MAX, MooncakeEngine, WriteState
 from snapd.transport.mooncake_engines import SEGMENTS_MAX, MooncakeEngines
 from snapd.transport.mooncake_package import Package
@@ -530,19 +531,40 @@ def test_an_engine_that_maps_arenas_is_deleted_with_the_last_writer_to_one(
     assert not maker.made[1].is_closed
 
 
-def test_an_engine_that_maps_a_dead_daemons_arena_serves_its_other_writers_and_no_new_ones(
+def test_an_engine_that_maps_arenas_is_for_one_daemon_so_that_no_other_keeps_them_mapped(
     maker: Maker, mapping: MooncakeEngines
 ) -> None:
-    shared = mapping.acquire("p:1", "e1")
-    assert mapping.acquire("q:1", "e") is shared
-    mapping.release(shared, "p:1")
-    fresh = mapping.acquire("p:2", "e2")
-    assert fresh is not shared and not maker.made[0].is_closed
+    mine, others = mapping.acquire("p:1", "e1"), mapping.acquire("q:1", "e")
+    assert mine is not others
+    assert mapping.acquire("p:1", "e1") is mine and mapping.acquire("q:1", "e") is others
+    for _ in range(2):
+        mapping.release(mine, "p:1")
+    assert maker.made[0].is_deleted.wait(20) and not maker.made[1].is_closed
     mapping.register_source(4096, 64)
-    assert [engine.registered for engine in maker.made] == [{4096: 64}] * 2
-    mapping.release(shared, "q:1")
+    assert maker.made[1].registered == {4096: 64} and len(maker.made) == 2
+
+
+def test_a_writer_that_learns_of_the_next_daemon_early_does_not_keep_the_arena_of_the_one_before(
+    maker: Maker, mapping: MooncakeEngines
+) -> None:
+    early, late = mapping.acquire("p:1", "e1"), mapping.acquire("p:1", "e1")
+    mapping.release(early, "p:1")
+    fresh = mapping.acquire("p:2", "e2")
+    assert fresh is not late and not maker.made[0].is_closed
+    mapping.release(late, "p:1")
     assert maker.made[0].is_deleted.wait(20)
-    assert mapping.acquire("q:1", "e") is fresh
+    assert mapping.acquire("p:2", "e2") is fresh
+
+
+def test_an_engine_that_is_still_used_is_enough_to_register_a_source_with(
+    maker: Maker, mapping: MooncakeEngines
+) -> None:
+    old, again = mapping.acquire("p:1", "e1"), mapping.acquire("p:1", "e1")
+    fresh = mapping.acquire("p:1", "e2")
+    mapping.release(fresh, "p:1")
+    mapping.register_source(4096, 64)
+    assert maker.made[0].registered == {4096: 64} and len(maker.made) == 2
+    assert old is again
 
 
 def test_where_there_is_no_thread_to_delete_an_engine_in_it_is_kept_for_a_while(
@@ -555,6 +577,53 @@ def test_where_there_is_no_thread_to_delete_an_engine_in_it_is_kept_for_a_while(
     monkeypatch.setattr(threading.Thread, "start", start)
     mapping.release(engine, "p:1")
     assert maker.made[0].is_closed and not maker.made[0].is_deleted.is_set()
+
+
+class NotingRaw(Raw):
+    """It notes how many calls are under way when it is deleted."""
+
+    def __init__(self, answers: dict[str, Any], counts: list[int]) -> None:
+        super().__init__(answers)
+        self.counts = counts
+
+    def __del__(self) -> None:
+        self.counts.append(mooncake_engines.CALLS.count)
+
+
+@pytest.fixture
+def counts(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the calls that are under way whenever a TransferEngine is deleted."""
+    counts: list[int] = []
+    answers["module"].TransferEngine = lambda: NotingRaw(answers, counts)
+    monkeypatch.setattr(MooncakeEngine, "_refuse_what_would_be_swallowed", lambda *_: None)
+    monkeypatch.setattr(mooncake_engines, "CALLS", Calls())
+    return counts
+
+
+@pytest.mark.parametrize("code", [0, -1], ids=["clean", "refused"])
+def test_an_engine_is_deleted_in_a_call_that_the_end_of_the_process_waits_for(
+    answers: dict[str, Any], counts: list[int], code: int
+) -> None:
+    mapping = MooncakeEngines(MooncakeConfig(protocol="nvlink_intra"))
+    mapping.register_source(4096, 64)
+    answers["unregister_memory"] = code
+    mapping.release(mapping.acquire("p:1", "e1"), "p:1")
+    wait_for(lambda: bool(counts))
+    assert counts == [1]
+    assert mooncake_engines.CALLS.rest()
+
+
+def test_no_engine_is_deleted_by_a_thread_while_the_process_ends(
+    answers: dict[str, Any], counts: list[int]
+) -> None:
+    mapping = MooncakeEngines(MooncakeConfig(protocol="nvlink_intra"))
+    engine = mapping.acquire("p:1", "e1")
+    mooncake_engines.CALLS.rest()
+    mapping.release(engine, "p:1")
+    assert not [thread for thread in threading.enumerate() if thread.name == "snapd-delete"]
+    del engine
+    gc.collect()
+    assert not counts and len(mooncake_engine._retired) == 1
 
 
 def test_what_an_engine_remembers_of_peers_is_bounded(maker: Maker, engines: MooncakeEngines) -> None:
