@@ -1,6 +1,7 @@
 """The sdist and the wheel hold everything, run without the source tree, and deploy/ fits the daemon."""
 
 import configparser
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import clean_environment
+from packaging.specifiers import SpecifierSet
 
 from snapd import __version__
 from snapd.cli.main import EXIT_USAGE
@@ -204,6 +206,17 @@ def serving(programs: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+def test_what_is_pinned_for_development_can_be_installed_with_debians_python() -> None:
+    """Debian 12 has Python 3.11.2, and some packages ask for a later 3.11 than others."""
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE)
+    wanted = {}
+    for name in pinned:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Of another platform.
+            wanted[name] = importlib.metadata.metadata(name).get("Requires-Python") or ""
+    assert len(wanted) > len(pinned) // 2
+    assert [name for name, python in wanted.items() if not SpecifierSet(python).contains("3.11.2")] == []
+
+
 def test_the_wheel_serves_without_the_source_tree(programs: Path, serving: Path, tmp_path: Path) -> None:
     assert installed(programs, tmp_path, "--version").stdout == f"snapd {__version__}\n"
     where = "import snapd, sys; print(snapd.__file__); sys.exit('torch' in sys.modules)"
