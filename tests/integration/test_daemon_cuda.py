@@ -126,11 +126,13 @@ def test_a_daemon_that_is_killed_is_noticed_before_its_memory_is_used(daemon, fa
 
 def test_a_daemon_that_ends_orderly_is_noticed_too_also_when_another_takes_its_place(daemon, fake):
     with map_arena(str(daemon.socket_path), 0, timeout_s=PATIENCE_S) as mapped:
+        view = mapped.view(0, 1)  # Else it would be unmapped by now.
         daemon.restart()
         assert mapped.is_abandoned
         with map_arena(str(daemon.socket_path), 0, timeout_s=PATIENCE_S) as again:
             assert again.epoch != mapped.epoch and not again.is_abandoned
             assert again.address != mapped.address
+        del view
 
 
 def test_a_client_that_is_killed_leaves_the_daemon_as_it_was(daemon, fake):

@@ -88,7 +88,9 @@ def unpacked_sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     archive = build(tree, "sdist", tmp_path_factory.mktemp("sdist"))
     directory = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(archive) as file:
-        file.extractall(directory, filter="data")
+        # Debian 12's Python has no filters yet.
+        file.extraction_filter = getattr(tarfile, "data_filter", None)
+        file.extractall(directory)
     assert archive.name == f"kv_snapd-{__version__}.tar.gz"
     return directory / f"kv_snapd-{__version__}"
 
