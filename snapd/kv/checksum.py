@@ -31,7 +31,8 @@ CHUNK_BYTES: Final = 4 * MIB
 # per word (a dot product with the positions) is four times as slow.
 _ROW_WORDS: Final = 256
 _CHUNK_WORDS: Final = CHUNK_BYTES // WORD_BYTES
-_MOD: Final = 1 << 64
+# Sums are taken modulo this.
+SUM_MODULUS: Final = 1 << 64
 _CPU: Final = torch.device("cpu")
 _POSITIONS: Final = torch.arange(
     max(_ROW_WORDS, _CHUNK_WORDS // _ROW_WORDS) + 1, dtype=torch.int64, device="cpu"
@@ -157,7 +158,7 @@ class ChecksumAccumulator:
     @property
     def value(self) -> PlaneChecksum:
         """Both sums of what was added so far, each in [0, 2^64)."""
-        return self._sum0 % _MOD, self._sum1 % _MOD
+        return self._sum0 % SUM_MODULUS, self._sum1 % SUM_MODULUS
 
 
 def plane_checksum(plane: torch.Tensor) -> PlaneChecksum:

@@ -14,13 +14,12 @@ from typing import ClassVar, Final
 import torch
 
 from snapd.errors import InvalidRequest, SnapdError
-from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
+from snapd.kv.checksum import SUM_MODULUS, WORD_BYTES, PlaneChecksum
 from snapd.kv.planes import SlabPlanes, check_planes, owners
 from snapd.kv.pool import CheckedSlots, KVPool
 from snapd.kv.threads import torch_threads
 from snapd.units import align_up
 
-_MOD: Final = 1 << 64
 _INDEX_DTYPES: Final = (torch.int32, torch.int64)
 # Pools of more slots are indexed by int64.
 INT32_SLOTS_MAX: Final = 1 << 31
@@ -78,6 +77,24 @@ def to_host(
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return host memory for *tensor*, that a GPU can copy to while the host goes on."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def to_device(
+    host: torch.Tensor, dtype: torch.dtype, device: torch.device, kept: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return *host* as *dtype* on *device*, queued on the current stream of a GPU.
+
+    Args:
+        host: on the CPU.
+        dtype: what is wanted.
+        device: where.
+        kept: gets what must stay until the copy is done.
+    """
+    if device.type != "cuda":
+        return host.to(dtype)
+    pinned = pinned_copy(host, dtype)
+    kept.append(pinned)
+    return pinned.to(device, non_blocking=True)
 
 
 def pinned_copy(host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -271,7 +288,7 @@ class DeviceJob(abc.ABC):
             raise InvalidRequest(f"{self.bytes_total - self.bytes_done} bytes are still to be moved")
         if self._host_sums is None:
             return ()
-        return tuple((sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in self._host_sums.tolist())
+        return tuple((sum0 % SUM_MODULUS, sum1 % SUM_MODULUS) for sum0, sum1 in self._host_sums.tolist())
 
     def step(self, max_bytes: int) -> bool:
         """Launch, or look how far it is, without waiting; return whether the job is done.
@@ -392,11 +409,7 @@ class DeviceJob(abc.ABC):
         self._is_launched = True
 
     def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self.stream is None:
-            return host.to(dtype)
-        pinned = pinned_copy(host, dtype)
-        self._kept.append(pinned)
-        return pinned.to(self._pool.device, non_blocking=True)
+        return to_device(host, dtype, self._pool.device, self._kept)
 
     # --- what a kind says ----------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 
 from snapd.errors import InvalidRequest
 from snapd.kv import torchcopy
-from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
+from snapd.kv.checksum import SUM_MODULUS, WORD_BYTES, PlaneChecksum
 from snapd.kv.devicejob import CopyInterrupted, DeviceJob, Streams, has_passed, memory_errors, to_host
 from snapd.kv.hostscatter import one_group
 from snapd.kv.planes import SlabPlanes, cut, extents_of, select
@@ -28,7 +28,6 @@ from snapd.units import MIB, align_down, align_up
 # Bounds the private memory of all ingests of a pool, unless one plane is larger; large enough that a copy's
 # start is cheap beside it.
 PRIVATE_BYTES: Final = 256 * MIB
-_MOD: Final = 1 << 64
 _PLANE_ALIGNMENT_BYTES: Final = 256
 # A range that starts at a multiple of 8 tokens starts at a whole word, whatever the width.
 _GRANULE_TOKENS: Final = WORD_BYTES
@@ -425,4 +424,4 @@ class DeviceScatter:
                 # The positions of what was moved start at 1; this puts them where they are in the plane.
                 skipped_words = self._widths[index] * self._skip_tokens // WORD_BYTES
                 total0, total1 = total0 + moved0, total1 + moved1 + skipped_words * moved0
-        return (total0 % _MOD, total1 % _MOD)
+        return (total0 % SUM_MODULUS, total1 % SUM_MODULUS)

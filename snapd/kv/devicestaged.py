@@ -18,14 +18,13 @@ import torch
 
 from snapd.core.slab import Extent
 from snapd.errors import InvalidRequest
-from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
+from snapd.kv.checksum import SUM_MODULUS, WORD_BYTES, PlaneChecksum
 from snapd.kv.devicecopy import CopyJobs, SlotCopy
-from snapd.kv.devicejob import has_passed, memory_errors, pinned_copy, pinned_like, to_host
+from snapd.kv.devicejob import has_passed, memory_errors, pinned_like, to_device, to_host
 from snapd.kv.pool import KVPool, widest_word_bytes
 from snapd.kv.staged import PiecePlan, Section, StagedPiece, plan_gather
 from snapd.kv.staging import StagingBuffer
 
-_MOD: Final = 1 << 64
 _UNIT_BYTES_MAX: Final = 8
 # More holes than these are filled with zeros by one launch, over what lies between them too.
 _HOLES_MAX: Final = 2
@@ -120,7 +119,7 @@ class DeviceGather(abc.ABC):
         """
         if not self.done:
             raise InvalidRequest(f"{self.bytes_total - self.bytes_done} bytes are still to be moved")
-        return tuple((sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in self._sums())
+        return tuple((sum0 % SUM_MODULUS, sum1 % SUM_MODULUS) for sum0, sum1 in self._sums())
 
     def begin(self, buffer: StagingBuffer) -> PieceGathering:
         """Launch the gather of the next piece into *buffer*. Never waits for the device.
@@ -365,20 +364,14 @@ class TritonGather(DeviceGather):
             for event in self._after:
                 self._stream.wait_event(event)
             self._pool.keep_for(self._stream)
-        table = self._to_device(torch.tensor(self._rows, dtype=torch.int64), torch.int64)
-        slots = self._to_device(self._slots, torch.int32)
+        device, rows = self._pool.device, torch.tensor(self._rows, dtype=torch.int64)
+        table = to_device(rows, torch.int64, device, self._kept)
+        slots = to_device(self._slots, torch.int32, device, self._kept)
         num_planes = len(self._pool.planes)
         self._device_sums = torch.zeros((num_planes, 2), dtype=torch.int64, device=self._pool.device)
         if self._stream is not None:
             self._pinned_sums = pinned_like(self._device_sums)
         self._gathers = self._kernels.Gathers(table, slots, self._device_sums, self._stream)
-
-    def _to_device(self, host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self._stream is None:
-            return host.to(dtype)
-        pinned = pinned_copy(host, dtype)
-        self._kept.append(pinned)
-        return pinned.to(self._pool.device, non_blocking=True)
 
     def _launch(self, plan: PiecePlan, buffer: StagingBuffer, gathering: PieceGathering) -> None:
         del plan, gathering

@@ -18,7 +18,7 @@ import torch
 from snapd.errors import ExtraMissing, InvalidRequest, InvariantBroken
 from snapd.kv import copy as cpu_copy
 from snapd.kv import torchcopy
-from snapd.kv.checksum import WORD_BYTES, PlaneChecksum
+from snapd.kv.checksum import SUM_MODULUS, WORD_BYTES, PlaneChecksum
 from snapd.kv.devicejob import DeviceJob, finish
 from snapd.kv.planes import extents_of
 from snapd.kv.pool import KVPool, PlaneRows, widest_word_bytes
@@ -27,7 +27,6 @@ from snapd.kv.torchcopy import Summing
 if TYPE_CHECKING:
     from snapd.kv import gpukernels
 
-_MOD: Final = 1 << 64
 _UNIT_BYTES_MAX: Final = 8
 # What loads and stores are at most; planes at multiples of it are moved as their pool says.
 _WIDEST_BYTES: Final = 16
@@ -284,7 +283,7 @@ def _gather_twice(pool: KVPool, slots: torch.Tensor, planes: Sequence[torch.Tens
             stop = start + len(group.members)
             gathers.launch(start, stop, slots.numel(), 0, group.how)
             start = stop
-    return [(sum0 % _MOD, sum1 % _MOD) for sum0, sum1 in sums.tolist()]
+    return [(sum0 % SUM_MODULUS, sum1 % SUM_MODULUS) for sum0, sum1 in sums.tolist()]
 
 
 def probe(device: torch.device) -> None:
@@ -306,7 +305,7 @@ def probe(device: torch.device) -> None:
     for plane in planes:
         plane.zero_()
     is_same = is_same and _gather_twice(pool, slots, planes) == [
-        (2 * a % _MOD, 2 * b % _MOD) for a, b in sums
+        (2 * a % SUM_MODULUS, 2 * b % SUM_MODULUS) for a, b in sums
     ]
     is_same = is_same and scatter_gpu(planes, target, slots) == sums
     for place, plane, host_plane in zip(target.planes, planes, host_planes, strict=True):

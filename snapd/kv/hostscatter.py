@@ -8,11 +8,16 @@ from typing import Final
 
 import torch
 
-from snapd.kv.checksum import CHUNK_BYTES, WORD_BYTES, ChecksumAccumulator, PlaneChecksum, plane_checksum
+from snapd.kv.checksum import (
+    CHUNK_BYTES,
+    SUM_MODULUS,
+    WORD_BYTES,
+    ChecksumAccumulator,
+    PlaneChecksum,
+    plane_checksum,
+)
 from snapd.kv.copy import ScatterJob
 from snapd.kv.pool import KVPool
-
-_MOD: Final = 1 << 64
 
 
 class HostScatter:
@@ -120,7 +125,7 @@ class HostScatter:
         moved0, moved1 = (0, 0) if self._job is None else self._job.checksum_of(index)
         # The positions of what was moved start at 1; this puts them where they are in the plane.
         moved1 += self._cuts_bytes[index][0] // WORD_BYTES * moved0
-        return ((still0 + moved0) % _MOD, (still1 + moved1) % _MOD)
+        return ((still0 + moved0) % SUM_MODULUS, (still1 + moved1) % SUM_MODULUS)
 
 
 def one_group(planes: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

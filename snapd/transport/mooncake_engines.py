@@ -246,22 +246,24 @@ class MooncakeEngines:
     def _drop_if_idle(self, use: _Use) -> None:
         if use is not self._current and not use.writers:
             self._uses.remove(use)
-            if not (self._maps_arenas and self._is_deleting(use.engine)):
+            if self._maps_arenas:
+                self._delete_soon(use.engine)
+            else:
                 use.engine.close()
 
-    def _is_deleting(self, engine: MooncakeEngine) -> bool:
-        """Delete an engine in a thread of its own, as it takes long; return whether there is one."""
+    def _delete_soon(self, engine: MooncakeEngine) -> None:
+        """Delete an engine in a thread of its own, as it takes long; if that cannot be, close it."""
         try:
             # Not in the thread: it would let go of the engine, and so delete it, when the process is ending.
             CALLS.begin()
         except TransportError:
-            return False
+            engine.close()
+            return
         try:
             threading.Thread(target=self._delete, args=(engine,), name="snapd-delete", daemon=True).start()
         except RuntimeError:  # The process ends, or has too many.
             CALLS.end()
-            return False
-        return True
+            engine.close()
 
     def _delete(self, engine: MooncakeEngine) -> None:
         try:
