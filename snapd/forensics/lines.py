@@ -10,13 +10,10 @@ import contextlib
 import gzip
 import heapq
 import importlib
-import io
 import os
 import re
-import shutil
-import signal
+import select
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -27,6 +24,7 @@ import msgspec
 
 from snapd.errors import ExtraMissing, SnapdError
 from snapd.eventlog import Header
+from snapd.forensics.scratch import ScratchDirectory
 from snapd.units import KIB, MIB
 
 LOG_STEM: Final = "d-to-p-sync.jsonl"
@@ -35,6 +33,7 @@ STDIN: Final = "-"
 LINE_BYTES_MAX: Final = 1 * MIB
 _CHUNK_BYTES: Final = 1 * MIB
 _ENDS_BYTES: Final = 256 * KIB
+_LOOK_MS: Final = 100
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
@@ -106,6 +105,7 @@ class LogInput:
     def __init__(self, names: Sequence[str]) -> None:
         self.repeated: list[str] = []
         self._copies: dict[str, str] = {}  # of what can be read only once, by name
+        self._scratch: ScratchDirectory | None = None  # where they are
         try:
             self.sources = in_order([self._source(shown, real) for shown, real in self._files(names)])
         except BaseException:
@@ -120,9 +120,8 @@ class LogInput:
 
     def close(self) -> None:
         """Delete the copies of standard input and of pipes."""
-        while self._copies:
-            _, copy = self._copies.popitem()
-            Path(copy).unlink(missing_ok=True)
+        if self._scratch is not None:
+            self._scratch.delete()
 
     @property
     def size_bytes(self) -> int:
@@ -179,7 +178,7 @@ class LogInput:
         path = Path(name)
         if name == STDIN or path.is_fifo():
             if name not in self._copies:
-                self._copies[name] = _copy_of(name)
+                self._copies[name] = self._copy_of(name)
             yield name, self._copies[name]
             return
         if not name or not path.is_dir():
@@ -194,6 +193,13 @@ class LogInput:
             raise LogUnreadable(f"{name}: this directory holds no log: no {LOG_STEM} and no other .jsonl")
         for entry in own or found:
             yield str(path / entry), str(path / entry)
+
+    def _copy_of(self, name: str) -> str:
+        if self._scratch is None:
+            self._scratch = ScratchDirectory()
+        copy = self._scratch.path / f"{len(self._copies)}.jsonl"
+        _copy(name, copy)
+        return str(copy)
 
     @staticmethod
     def _source(shown: str, real: str) -> Source:
@@ -339,30 +345,40 @@ def _blocks(index: int, compression: str, file: IO[bytes]) -> Iterator[Block]:
         yield Block(index, number, [rest] if rest else [], is_cut_off=bool(rest), damage=damage)
 
 
-def _copy_of(name: str) -> str:
+def _copy(name: str, copy: Path) -> None:
     """Copy standard input or a pipe to a file: what is read twice, or told by its end, needs one.
 
     Raises:
         LogUnreadable: it cannot be read, or there is no room.
     """
-    # A signal that ends the command must not come between the file and what removes it.
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
-        descriptor, copy = tempfile.mkstemp(prefix="snapd-forensics-", suffix=".jsonl")
-    except BaseException:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
-        raise
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(descriptor, "wb"))  # noqa: PTH123
-            stream: IO[bytes] = getattr(sys.stdin, "buffer", None) or io.BytesIO()
+            file = stack.enter_context(copy.open("xb"))
             if name != STDIN:
-                stream = stack.enter_context(Path(name).open("rb"))
-            shutil.copyfileobj(stream, file, _CHUNK_BYTES)
-    except BaseException as error:
-        Path(copy).unlink()
-        if isinstance(error, OSError):
-            raise LogUnreadable(f"{name}: {error.strerror or error}") from error
-        raise
-    return copy
+                # One that would wait for whoever writes could not be waited for below.
+                descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
+                stack.callback(os.close, descriptor)
+            elif sys.stdin is not None:
+                descriptor = sys.stdin.fileno()
+            else:
+                return
+            for chunk in _arriving(descriptor):
+                file.write(chunk)
+    except OSError as error:
+        raise LogUnreadable(f"{name}: {error.strerror or error}") from error
+
+
+def _arriving(descriptor: int) -> Iterator[bytes]:
+    """Yield what comes, and let the handlers of signals run meanwhile.
+
+    One that came just before a read that waits, or to another thread, would be handled after it.
+    """
+    ready = select.poll()
+    ready.register(descriptor, select.POLLIN)
+    while True:
+        if not ready.poll(_LOOK_MS):
+            continue
+        chunk = os.read(descriptor, _CHUNK_BYTES)
+        if not chunk:
+            return
+        yield chunk

@@ -40,10 +40,7 @@ Source: design, section 6.
 import contextlib
 import importlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
@@ -55,6 +52,7 @@ from snapd.forensics.facts import Selection
 from snapd.forensics.garbage import uncollected
 from snapd.forensics.lines import LogInput, LogUnreadable, Progress
 from snapd.forensics.loading import load
+from snapd.forensics.scratch import ScratchDirectory
 from snapd.units import MIB, align_down
 
 MEMORY_BYTES_MAX: Final = 320 * MIB
@@ -93,13 +91,14 @@ class LogTables:
         self.selection = Selection()
         self.connection: Any = None
         self._arena_series: dict[int, list[ArenaSeries]] = {}
-        self._directory = tempfile.mkdtemp(prefix="snapd-forensics-")
+        self._scratch = ScratchDirectory()
+        directory = self._scratch.path
         try:
             self.connection = duckdb.connect(
-                str(Path(self._directory) / "log.duckdb"),
+                str(directory / "log.duckdb"),
                 config={
                     "memory_limit": f"{memory_bytes_max}B",
-                    "temp_directory": self._directory,
+                    "temp_directory": str(directory),
                     # Reading is Python's work: more threads would only wait for it, and not idly.
                     "threads": 1,
                     "preserve_insertion_order": False,
@@ -111,7 +110,7 @@ class LogTables:
         except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
             self.close()
             raise LogUnreadable(
-                f"the tables cannot be kept in {self._directory}: {error}. Set TMPDIR to a disk with room"
+                f"the tables cannot be kept in {directory}: {error}. Set TMPDIR to a disk with room"
             ) from error
         except BaseException:
             self.close()
@@ -128,11 +127,8 @@ class LogTables:
         try:
             with contextlib.suppress(Exception):
                 self.connection.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
-        except BaseException:
-            # A signal came meanwhile: what is begun is done first.
-            shutil.rmtree(self._directory, ignore_errors=True)
-            raise
+        finally:
+            self._scratch.delete()
 
     @property
     def lines(self) -> int:

@@ -2,14 +2,17 @@
 
 import bz2
 import contextlib
+import gc
 import gzip
-import io
 import json
 import lzma
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from snapd.cli.forensics import parse_when
 from snapd.cli.main import run
 from snapd.forensics import loading
 from snapd.forensics import tables as tables_module
+from snapd.forensics.scratch import ScratchDirectory
 
 LOG = "d-to-p-sync.jsonl"
 MAIN = "from snapd.cli.main import main; main()"
@@ -371,8 +375,15 @@ def test_a_missing_package_is_status_2(
 def test_standard_input_is_a_log(
     small_log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(small_log.read_bytes())))
-    assert json_of(capsys, "-")["attempts"] == 4
+    with small_log.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert json_of(capsys, "-")["attempts"] == 4
+
+
+def test_standard_input_that_is_closed_is_an_empty_log(small_log: Path) -> None:
+    command = f'exec "$0" -c "{MAIN}" forensics - --json <&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, check=True)
+    assert json.loads(done.stdout)["attempts"] == 0
 
 
 @pytest.mark.parametrize("what", ["connection", "directory"])
@@ -381,8 +392,8 @@ def test_a_signal_while_the_database_is_deleted_leaves_no_directory(
 ) -> None:
     directory = tmp_path / "tmp"
     directory.mkdir()
-    monkeypatch.setattr(tables_module.tempfile, "tempdir", str(directory))
-    real = tables_module.shutil.rmtree
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    real = shutil.rmtree
     came: list[str] = []
 
     def interrupted(*arguments: Any, **options: Any) -> None:
@@ -391,31 +402,70 @@ def test_a_signal_while_the_database_is_deleted_leaves_no_directory(
             raise SystemExit(143)
         real(*arguments, **options)
 
+    if what == "directory":
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
     with pytest.raises(SystemExit), loaded(small_log) as (tables, _):
         assert list(directory.iterdir())
         if what == "connection":
             monkeypatch.setattr(tables, "connection", SimpleNamespace(close=interrupted))
-        else:
-            monkeypatch.setattr(tables_module.shutil, "rmtree", interrupted)
     assert came == [what]
     assert not list(directory.iterdir())
 
 
+def test_a_signal_before_the_directory_is_in_anyones_hand_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real = Path.mkdir
+
+    def interrupted(path: Path, *arguments: Any, **options: Any) -> None:
+        real(path, *arguments, **options)
+        assert list(tmp_path.iterdir()) == [path]
+        raise SystemExit(143)
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(SystemExit):
+        ScratchDirectory()
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+# The signal goes to another thread: what the main thread waits in is not interrupted, as it is not either
+# when the signal comes just before it begins to wait.
+_MAIN_ELSEWHERE = f"""
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+{MAIN}
+"""
+
+
+@pytest.mark.parametrize("script", [MAIN, _MAIN_ELSEWHERE], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_leaves_no_file_behind(tmp_path: Path, number: signal.Signals) -> None:
-    """While standard input is copied, there is a copy of it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "forensics", "-"], stdin=subprocess.PIPE, env={"TMPDIR": str(tmp_path)}
-    )
-    try:
-        while not list(tmp_path.iterdir()):
+@pytest.mark.parametrize("kind", ["stdin", "pipe", "pipe without a writer"])
+def test_a_signal_leaves_no_file_behind(
+    tmp_path: Path, number: signal.Signals, kind: str, script: str
+) -> None:
+    """While standard input, or a pipe, is copied, there is a copy of it."""
+    directory, pipe = tmp_path / "tmp", tmp_path / "pipe"
+    directory.mkdir()
+    os.mkfifo(pipe)
+    with contextlib.ExitStack() as stack:
+        if kind == "pipe":
+            stack.callback(os.close, os.open(pipe, os.O_RDWR))
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", script, "forensics", "-" if kind == "stdin" else str(pipe)],
+                stdin=subprocess.PIPE,
+                env={"TMPDIR": str(directory)},
+            )
+        )
+        stack.callback(process.kill)
+        while not list(directory.iterdir()):
             assert process.poll() is None
         process.send_signal(number)
-        assert process.wait(30) == 128 + number
-    finally:
-        process.kill()
-        process.communicate()
-    assert not list(tmp_path.iterdir())
+        assert process.wait(60) == 128 + number
+    assert not list(directory.iterdir())
 
 
 @pytest.mark.parametrize("made_of_it", [RuntimeError("Query interrupted"), None])
@@ -459,7 +509,7 @@ def test_a_signal_while_the_database_is_opened_leaves_no_directory(
 
     empty = tmp_path / "tmp"
     empty.mkdir()
-    monkeypatch.setattr(tables_module.tempfile, "tempdir", str(empty))
+    monkeypatch.setattr(tempfile, "tempdir", str(empty))
     monkeypatch.setattr("duckdb.connect", interrupted)
     with pytest.raises(SystemExit):
         run(["forensics", str(small_log)])

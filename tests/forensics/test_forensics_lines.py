@@ -1,10 +1,10 @@
 """Which files come first, and what is a line."""
 
 import gzip
-import io
 import itertools
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -166,10 +166,13 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
 def test_standard_input_is_read_and_its_copy_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``-`` may be compressed, and is ordered with the other files."""
     files, everything = three_files(tmp_path)
-    packed = io.BytesIO(gzip.compress(files[1].read_bytes()))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(packed))
-    monkeypatch.setattr(lines_module.tempfile, "tempdir", str(tmp_path))
-    with LogInput(["-", str(files[2]), str(files[0])]) as log:
+    packed = tmp_path / "packed.gz"
+    packed.write_bytes(gzip.compress(files[1].read_bytes()))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with packed.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        log = LogInput(["-", str(files[2]), str(files[0])])
+    with log:
         assert [source.path for source in log.sources] == [str(files[0]), "-", str(files[2])]
         assert all_lines(log) == everything
         assert len(list(tmp_path.glob("snapd-forensics-*"))) == 1
@@ -181,7 +184,7 @@ def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path, monkeypatch: pytest
     files, everything = three_files(tmp_path)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    monkeypatch.setattr(lines_module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     writer = threading.Thread(target=lambda: pipe.write_bytes(files[0].read_bytes()))
     writer.start()
     with LogInput([str(files[2]), str(pipe), str(files[1])]) as log:
@@ -198,11 +201,13 @@ def test_an_empty_name_is_not_this_directory() -> None:
 def test_standard_input_is_deleted_when_another_file_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
-    monkeypatch.setattr(lines_module.tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(LogUnreadable):
+    log = tmp_path / "log"
+    log.write_bytes(b"x\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with log.open() as stdin, pytest.raises(LogUnreadable):
+        monkeypatch.setattr(sys, "stdin", stdin)
         LogInput(["-", str(tmp_path / "gone")])
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [log]
 
 
 def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
