@@ -1,7 +1,7 @@
 """Lets go of a daemon's memory when the daemon has ended, also in a process that does nothing meanwhile.
 
-Memory of a GPU stays taken as long as any process has it open, whoever owned it: the daemon that is started
-in place of one that died would find too little.
+Memory stays taken as long as any process has it open or mapped, whoever owned it: the daemon that is started
+in place of one that died would find too little, of a GPU, of hugepages, or of what its container may use.
 
 Source: design, section 4.
 """

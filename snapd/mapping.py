@@ -23,6 +23,7 @@ from snapd.cudamapping import MappedCudaArena, open_cuda_arena
 from snapd.daemonlife import DaemonLife
 from snapd.errors import ConnectionLost, InvalidRequest, ProtocolError, RequestTimeout, SnapdError, error_for
 from snapd.exchange import HELLO_BYTES_MAX
+from snapd.lifewatch import WATCH
 from snapd.links import READ_BYTES, unreachable
 from snapd.units import GIB, MIB, format_bytes
 from snapd.wire import (
@@ -74,9 +75,9 @@ class MapFailed(SnapdError):
 class MappedArena:
     """One rank's arena, in this process.
 
-    The memory stays mapped until it is closed and no view of ``buffer``, nor a tensor made of
-    one, is left: a view can never point at what is no longer there. A forked child does not
-    have it.
+    The memory stays mapped until no view of ``buffer``, nor a tensor made of one, is left, and it is closed
+    or its daemon has ended: a view can never point at what is no longer there, and the memory of a daemon
+    that died is free for the next one though this process does nothing. A forked child does not have it.
 
     Attributes:
         rank: whose arena.
@@ -85,10 +86,18 @@ class MappedArena:
         epoch: the life of the daemon that owns it; in another life nobody reads it any more.
         address: of the first byte in this process.
         populated_bytes: so much of it was brought in already; the rest comes when it is touched.
+        life: of the daemon.
     """
 
     def __init__(
-        self, rank: int, size_bytes: int, writable: bool, epoch: str, address: int, populated_bytes: int
+        self,
+        rank: int,
+        size_bytes: int,
+        writable: bool,
+        epoch: str,
+        address: int,
+        populated_bytes: int,
+        life: DaemonLife,
     ) -> None:
         self.rank = rank
         self.size_bytes = size_bytes
@@ -96,12 +105,15 @@ class MappedArena:
         self.epoch = epoch
         self.address = address
         self.populated_bytes = populated_bytes
+        self.life: Final = life
+        self._is_closed = False
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
         # Every view holds on to this object, so it is unmapped after the last of them.
         finalizer = weakref.finalize(memory, _unmap, os.getpid(), address, size_bytes)
         finalizer.atexit = False  # At exit a thread may still be copying.
         view = memoryview(memory).cast("B")
         self._buffer: memoryview | None = view if writable else view.toreadonly()
+        WATCH.add(self)
 
     @property
     def buffer(self) -> memoryview:
@@ -109,24 +121,32 @@ class MappedArena:
 
         Raises:
             ValueError: it is closed.
+            ConnectionLost: the daemon is gone.
         """
-        if self._buffer is None:
-            raise ValueError(f"the mapping of arena {self.rank} is closed")
-        return self._buffer
+        buffer = self._buffer
+        if buffer is None:
+            if self._is_closed:
+                raise ValueError(f"the mapping of arena {self.rank} is closed")
+            raise ConnectionLost(f"the daemon is gone, and arena {self.rank} was let go of")
+        return buffer
 
     @property
     def is_abandoned(self) -> bool:
-        """Never: this memory outlives the daemon. What became of an attempt is told by its commit or vote."""
-        return False
+        """The daemon that owns it is gone, or this mapping is closed."""
+        return self.life.is_over
 
     def check_alive(self) -> None:
-        """Do nothing: this memory outlives the daemon."""
+        """Do nothing: views of this memory may be used when the daemon is gone.
+
+        What became of an attempt is told by its commit or vote.
+        """
 
     def hold(self) -> memoryview:
         """Return what keeps it mapped.
 
         Raises:
             ValueError: it is closed.
+            ConnectionLost: the daemon is gone.
         """
         return self.buffer
 
@@ -135,6 +155,7 @@ class MappedArena:
 
         Raises:
             ValueError: the arena is closed, or the bytes are not all inside.
+            ConnectionLost: the daemon is gone.
         """
         if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
             raise ValueError(f"{size_bytes} bytes at {offset_bytes} leave an arena of {self.size_bytes}")
@@ -143,9 +164,15 @@ class MappedArena:
         ctypes.memmove(self.address + offset_bytes, source_address, size_bytes)
         del held
 
+    def abandon(self) -> None:
+        """Let go of the memory because the daemon is gone, from any thread."""
+        self._buffer = None
+
     def close(self) -> None:
         """Let go of the memory. May be called twice."""
+        self._is_closed = True
         self._buffer = None
+        self.life.close()
 
     def __enter__(self) -> Self:
         return self
@@ -206,44 +233,37 @@ def map_arena(
             "or push over Mooncake"
         )
     deadline_s = monotonic() + timeout_s
-    reply, memory = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)
-    if isinstance(memory, DaemonLife):
-        return _open_on_gpu(reply, rank, memory, device)
-    fd = memory
+    reply, life, fd = _ask(socket_path, MapBufferReq(id=1, rank=rank, writable=writable), deadline_s)
     try:
         if reply.rank != rank:
             raise ProtocolError(f"asked for arena {rank}, and arena {reply.rank} came")
+        if reply.cuda is not None:
+            return open_cuda_arena(rank, reply.size_bytes, reply.epoch, reply.cuda, life, device)
+        assert fd is not None
         # A mapping beyond the end of the file would fault when it is touched.
         file_bytes = os.fstat(fd).st_size
         if not 0 < reply.size_bytes <= file_bytes:
             raise ProtocolError(f"an arena of {reply.size_bytes} bytes in a file of {file_bytes}")
         address, populated_bytes = _map(fd, reply.size_bytes, writable, populate, deadline_s)
-    finally:
-        os.close(fd)
-    return MappedArena(rank, reply.size_bytes, writable, reply.epoch, address, populated_bytes)
-
-
-def _open_on_gpu(reply: MapBufferRep, rank: int, life: DaemonLife, device: str | None) -> MappedCudaArena:
-    assert reply.cuda is not None
-    try:
-        if reply.rank != rank:
-            raise ProtocolError(f"asked for arena {rank}, and arena {reply.rank} came")
-        return open_cuda_arena(rank, reply.size_bytes, reply.epoch, reply.cuda, life, device)
+        return MappedArena(rank, reply.size_bytes, writable, reply.epoch, address, populated_bytes, life)
     except CudaError as error:
         life.close()
         raise MapFailed(str(error)) from None
     except BaseException:
         life.close()
         raise
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 # --- asking ------------------------------------------------------------------------------------
 
 
-def _ask(path: str, request: MapBufferReq, deadline_s: float) -> tuple[MapBufferRep, int | DaemonLife]:
-    """Return the reply and the file descriptor that came with it, or, for a GPU, who owns the memory.
+def _ask(path: str, request: MapBufferReq, deadline_s: float) -> tuple[MapBufferRep, DaemonLife, int | None]:
+    """Return the reply, whose memory it is, and the file descriptor that came with it: None for a GPU's.
 
-    The caller closes either.
+    The caller closes the last two.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
@@ -269,7 +289,11 @@ def _ask(path: str, request: MapBufferReq, deadline_s: float) -> tuple[MapBuffer
             num_wanted = 0 if reply.cuda else 1
             if len(fds) != num_wanted:
                 raise ProtocolError(f"{len(fds)} file descriptors came with the reply, not {num_wanted}")
-            return reply, (DaemonLife(sock) if reply.cuda else fds.pop())
+            try:
+                life = DaemonLife(sock)
+            except OSError as error:
+                raise MapFailed(f"the daemon's process cannot be watched: {error.strerror}") from None
+            return reply, life, (fds.pop() if fds else None)
         except TimeoutError:
             raise RequestTimeout(f"the daemon at {path} did not hand over the arena in time") from None
         finally:

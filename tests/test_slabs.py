@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_life import own_life
 
 from snapd.arena import HostArena
 from snapd.core.slab import Extent
@@ -43,7 +44,9 @@ class FakeClient:
             address, populated = _map(fd, SIZE_BYTES, writable, False, monotonic() + 5)
         finally:
             os.close(fd)
-        self.arenas.append(MappedArena(rank, SIZE_BYTES, writable, self.epoch, address, populated))
+        self.arenas.append(
+            MappedArena(rank, SIZE_BYTES, writable, self.epoch, address, populated, own_life())
+        )
         return self.arenas[-1]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_life import own_life
 
 from snapd.arena import HostArena
 from snapd.errors import TransportError
@@ -21,7 +22,7 @@ SIZE_BYTES = 64 * 1024
 def mapped(host: HostArena, *, writable: bool = True) -> MappedArena:
     fd = host.open_fd(writable=writable)
     address, populated = _map(fd, SIZE_BYTES, writable, False, monotonic() + 5)
-    return MappedArena(host.rank, SIZE_BYTES, writable, "epoch", address, populated)
+    return MappedArena(host.rank, SIZE_BYTES, writable, "epoch", address, populated, own_life())
 
 
 @pytest.fixture

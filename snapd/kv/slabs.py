@@ -69,7 +69,7 @@ class Slabs:
     def arena(self, rank: int, epoch: str) -> AnyMappedArena:
         """Return the arena of *rank* as it was in *epoch*.
 
-        One on a GPU whose daemon is gone is let go of, and asked for anew. Letting go never waits for a GPU.
+        One whose daemon is gone is let go of, and asked for anew. Letting go never waits for a GPU.
         Whoever keeps planes for longer keeps the arena as well, and calls its ``check_alive`` before every
         use: another epoch's may have taken its place here.
 

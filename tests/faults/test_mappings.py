@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from fault_cases import serve
-from kv_cases import TOKENS, begun, finish, paired
+from kv_cases import PATIENCE_S, TOKENS, begun, finish, paired
+from raw_client import wait_for
 
 from snapd.errors import Reason
 
@@ -74,3 +75,19 @@ def test_a_push_whose_commit_nobody_hears_keeps_no_arena(
         pair.ps[0].ping()
         serve(pair)
         assert num_arenas() == before
+
+
+@pytest.mark.parametrize("is_clean", [False, True], ids=["killed", "stopped"])
+def test_a_daemon_that_ends_frees_its_arenas_though_p_and_d_do_nothing(
+    start_daemon: Callable[..., Any], is_clean: bool
+) -> None:
+    daemon = start_daemon()
+    with paired(daemon) as pair:
+        serve(pair)
+        assert num_arenas() > 0
+        end = daemon.stop if is_clean else daemon.kill
+        end()
+        wait_for(lambda: num_arenas() == 0, "they are unmapped", PATIENCE_S)
+        daemon.restart()
+        pair.ps[0].ping()
+        serve(pair)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from client_cases import PATIENCE_S, FakeDaemon, num_fds
+from raw_client import wait_for
 
-from snapd import mapping
+from snapd import daemonlife, mapping
 from snapd.client import AsyncClient, Client
 from snapd.errors import (
     ConnectionLost,
@@ -55,8 +56,8 @@ def read_only(fd):
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
 
-def handing_over(daemon, *fds, rank=0, size_bytes=SIZE_BYTES, split_at=0):
-    """Return a script that hands *fds* over, in two pieces if *split_at* says so."""
+def handing_over(daemon, *fds, rank=0, size_bytes=SIZE_BYTES, split_at=0, is_kept=False):
+    """Return a script that hands *fds* over, in two pieces if *split_at* says so, and is hung up on."""
 
     def script():
         peer = daemon.accept()
@@ -74,7 +75,7 @@ def handing_over(daemon, *fds, rank=0, size_bytes=SIZE_BYTES, split_at=0):
         for fd in given:
             if fd not in fds:
                 os.close(fd)
-        assert peer.read() is None
+        assert is_kept or peer.read() is None
 
     return script
 
@@ -149,13 +150,53 @@ def test_a_copy_into_a_mapping_stays_inside_and_is_refused_when_it_is_closed(dae
         mapped.copy_in(0, ctypes.addressof(source), 6)
 
 
-def test_a_mapping_on_the_host_outlives_the_daemon(daemon, arena):
-    with daemon.playing(handing_over(daemon, arena)):
-        mapped = map_arena(daemon.path, 0, False, PATIENCE_S)
-    daemon.stop()
-    mapped.check_alive()
-    assert not mapped.is_abandoned and bytes(mapped.buffer[:5]) == b"first"
+@pytest.fixture
+def no_pidfd(monkeypatch):
+    """So that a daemon in this process can die."""
+    monkeypatch.setattr(daemonlife, "open_pidfd", lambda sock, peer: None)
+
+
+def test_an_arena_is_unmapped_when_its_daemon_ends_and_nobody_looks(daemon, arena, no_pidfd):
+    with daemon.playing(handing_over(daemon, arena, is_kept=True)):
+        mapped = map_arena(daemon.path, 0, True, PATIENCE_S)
+    assert not mapped.is_abandoned and mapped.buffer[0]
+    daemon.peers.pop().close()
+    wait_for(lambda: permissions_at(mapped.address) is None, "it is unmapped", PATIENCE_S)
+    assert mapped.is_abandoned
+    for use in (lambda: mapped.buffer, mapped.hold, lambda: mapped.copy_in(0, mapped.address, 1)):
+        with pytest.raises(ConnectionLost, match="the daemon is gone, and arena 0 was let go of"):
+            use()
+    before = num_fds()
     mapped.close()
+    assert num_fds() == before - 1
+    with pytest.raises(ValueError, match="closed"):
+        mapped.hold()
+
+
+def test_what_has_views_outlives_the_daemon(daemon, arena, no_pidfd):
+    """What is being read or written may be to its end."""
+    with daemon.playing(handing_over(daemon, arena, is_kept=True)):
+        mapped = map_arena(daemon.path, 0, False, PATIENCE_S)
+    view = mapped.buffer[:5]
+    daemon.peers.pop().close()
+    wait_for(lambda: mapped._buffer is None, "it is let go of", PATIENCE_S)
+    mapped.check_alive()
+    assert bytes(view) == b"first"
+    del view
+    assert permissions_at(mapped.address) is None
+    mapped.close()
+
+
+def test_a_daemon_that_cannot_be_watched_hands_over_nothing(daemon, arena, monkeypatch):
+    def without(sock):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(mapping, "DaemonLife", without)
+    before = num_fds()
+    with daemon.playing(handing_over(daemon, arena)), pytest.raises(MapFailed, match="Too many open files"):
+        map_arena(daemon.path, 0, False, PATIENCE_S)
+    daemon.peers.pop().close()
+    assert num_fds() == before
 
 
 def test_a_write_past_pythons_checks_into_a_mapping_for_reading_faults(daemon, arena):
@@ -216,9 +257,10 @@ def test_no_descriptor_is_left_and_the_memory_goes_with_the_mapping(daemon, aren
     with daemon.playing(handing_over(daemon, arena)):
         mapped = map_arena(daemon.path, 0, False, PATIENCE_S)
     daemon.peers.pop().close()
+    assert num_fds() == before + 1, "what tells of the daemon's end"
+    mapped.close()
+    mapped.close()
     assert num_fds() == before
-    mapped.close()
-    mapped.close()
     assert permissions_at(mapped.address) is None
     with pytest.raises(ValueError, match="closed"):
         _ = mapped.buffer

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from client_cases import PATIENCE_S, FakeDaemon, num_fds
+from own_life import own_life
 from structlog.testing import capture_logs
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -243,7 +244,7 @@ def test_a_handle_is_opened_once_and_closed_after_the_last_mapping(fake, arena, 
 
 
 def test_threads_that_map_at_once_share_one_opening(fake, arena):
-    life = _life_of()
+    life = own_life()
     start, made = threading.Barrier(4), []
 
     def open_it():
@@ -258,12 +259,6 @@ def test_threads_that_map_at_once_share_one_opening(fake, arena):
     assert len(made) == 4 and fake.calls.count("cuIpcOpenMemHandle_v2") == 1
     for mapped in made:
         mapped.close()
-
-
-def _life_of():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        return daemonlife.DaemonLife(ours)
 
 
 def test_another_life_of_the_daemon_is_another_opening(fake, arena, mapped_from):
@@ -486,14 +481,14 @@ def test_the_end_of_the_other_process_is_seen_at_once_with_and_without_a_pidfd(
 
 def test_a_life_that_is_not_looked_at_any_more_holds_no_file_descriptor():
     before = num_fds()
-    life = _life_of()
+    life = own_life()
     assert num_fds() == before + 1 and not life.is_over
     del life
     assert num_fds() == before
 
 
 def test_a_life_that_was_closed_is_over_also_when_its_file_descriptor_is_used_again():
-    life = _life_of()
+    life = own_life()
     life.close()
     pipe = os.pipe()
     os.dup2(pipe[0], life._fd)
@@ -512,7 +507,7 @@ def test_an_end_that_one_thread_saw_is_not_taken_back_by_another_that_looked_bef
         assert may_answer.wait(PATIENCE_S)
         return False
 
-    life = _life_of()
+    life = own_life()
     monkeypatch.setattr(daemonlife, "has_exited", slow)
     thread = threading.Thread(target=lambda: life.is_over)
     thread.start()
@@ -643,7 +638,7 @@ def test_an_arena_can_be_used_where_there_is_no_thread_to_wait_in(arena, mapped_
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         watch = lifewatch.LifeWatch()
-        watch.add(Theirs(_life_of()))
+        watch.add(Theirs(own_life()))
         assert watch._thread is None
     with mapped_from(memory_of(arena)) as mapped:
         assert mapped.hold() and watching()

@@ -9,6 +9,7 @@ from time import monotonic
 import pytest
 from careful_engine import CarefulEngine
 from fake_writer import FakeArena, FakeWriter
+from own_life import own_life
 from target import SIZE_BYTES, Target, wait_for
 
 from snapd.arena import HostArena
@@ -92,7 +93,7 @@ class ShmRig(Rig):
     def _map(self, writable: bool) -> MappedArena:
         fd = self._arena.open_fd(writable=writable)
         address, populated = _map(fd, SIZE_BYTES, writable, False, monotonic() + 5)
-        return MappedArena(0, SIZE_BYTES, writable, "epoch", address, populated)
+        return MappedArena(0, SIZE_BYTES, writable, "epoch", address, populated, own_life())
 
     def bare_writer(self) -> ArenaWriter:
         return ShmWriter(self._map(True), self.base_ptr)
