@@ -131,7 +131,7 @@ CLIENTS: Final = (
           "the daemon's first frame", "`ProtocolError`"),
     Bound("snapd.links.READS_MAX", 16, "",
           "reads of the socket in one look", "the caller gets its turn"),
-    Bound("snapd.links.WAIT_S_MAX", 3_600, "s",
+    Bound("snapd.links.WAIT_S_MAX", 1, "s",
           "one wait", "it is looked at again"),
     Bound("snapd.mapping._FDS_MAX", 4, "",
           "file descriptors taken from one message", "the others are closed by the kernel"),

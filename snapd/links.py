@@ -35,7 +35,8 @@ READ_BYTES: Final = 64 * KIB
 READS_MAX: Final = 16
 # How often to look again when the daemon's accept queue is full: no event tells when it is not.
 RETRY_S: Final = 0.02
-WAIT_S_MAX: Final = 3_600.0
+# A signal that comes just before a wait, or to another thread, has its handler run after it.
+WAIT_S_MAX: Final = 1.0
 
 _ADVICE: Final = {
     errno.ENOENT: "there is no such socket: is the daemon running, and is this its socket_path?",

@@ -28,6 +28,8 @@ _VIEWS: Final = ("sessions", "ranks", "events")
 _DRAW_EVERY_S: Final = 0.25
 # And at least this often, for the clock.
 _DRAW_AGAIN_S: Final = 1.0
+# A signal that comes just before a wait is handled after it.
+_WAIT_S: Final = 1.0
 _PLAIN_SIZE: Final = (80, 24)
 
 
@@ -120,7 +122,7 @@ def _print_lines(daemon: DaemonChoice, interval_s: float, order: Order) -> None:
     feed.start()
     try:
         while True:
-            news.wait()
+            news.wait(_WAIT_S)
             news.clear()
             if _take(feed, history):
                 now_s = time.time()

@@ -49,15 +49,16 @@ def watch(daemon: DaemonChoice, session_id: str, count: int | None, as_json: boo
     line is an object with the fields of the event log; "event" says which kind.
     """
     seen = 0
-    with daemon.connect() as client:
-        # A watch has a connection of its own.
-        pushes = client.watch(session_id)
-    with pushes, contextlib.suppress(ConnectionLost, KeyboardInterrupt):
-        for push in pushes:
-            echo(json_line(push) if as_json else text_line(push, wall_ns(push)))
-            seen += not isinstance(push, WatchLost)
-            if seen == count:
-                break
+    with contextlib.suppress(KeyboardInterrupt):
+        with daemon.connect() as client:
+            # A watch has a connection of its own.
+            pushes = client.watch(session_id)
+        with pushes, contextlib.suppress(ConnectionLost):
+            for push in pushes:
+                echo(json_line(push) if as_json else text_line(push, wall_ns(push)))
+                seen += not isinstance(push, WatchLost)
+                if seen == count:
+                    break
 
 
 def wall_ns(push: Any) -> int:

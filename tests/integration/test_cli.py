@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -453,10 +453,10 @@ def test_drain_refuses_new_attempts_until_it_is_off(workers: Workers, at: tuple[
 class Watching:
     """A ``snapd watch`` that has begun to watch."""
 
-    def __init__(self, client: Client, *arguments: str) -> None:
+    def __init__(self, client: Client, *arguments: str, cli: Sequence[str] = CLI) -> None:
         before = client.stats().watchers
         self.process = subprocess.Popen(
-            [*CLI, "watch", *arguments],
+            [*cli, "watch", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -509,6 +509,21 @@ def test_watch_ends_quietly_on_ctrl_c_and_when_the_daemon_stops(
     assert first.end() == (0, "", "")
     daemon.stop()
     assert second.end() == (0, "", "")
+
+
+def test_watch_ends_though_its_wait_is_not_interrupted(workers: Workers, at: tuple[str, str]) -> None:
+    """The signal goes to another thread. One that comes just before the wait does not interrupt it either."""
+    script = """if True:
+        import signal, threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        from snapd.cli.main import main
+        main()
+    """
+    watching = Watching(workers.client, *at, cli=(sys.executable, "-c", script))
+    time.sleep(0.2)  # Until it waits, most likely; otherwise it is easier.
+    watching.process.send_signal(signal.SIGINT)
+    assert watching.end() == (0, "", "")
 
 
 def test_watch_ends_quietly_when_nobody_reads_it(workers: Workers, at: tuple[str, str]) -> None:
