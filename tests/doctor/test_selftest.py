@@ -25,8 +25,8 @@ from snapd.units import KIB, MIB
 from snapd.wire import MapBufferReq, PingReq, encode_frame
 
 SIZE_BYTES = 3 * MIB + 17
-# A child that hangs is given so long.
-HANG_S = 1.0
+# A child that hangs is given so long: longer where it had not come to where it hangs.
+HANGS_S = (1.0, 4.0, 16.0, 64.0)
 UseFake = Callable[[str], Path]
 
 
@@ -188,17 +188,24 @@ def test_writes_that_are_acknowledged_and_never_land_are_found(fake_mooncake: Us
 )
 def test_a_child_that_hangs_is_ended_at_the_deadline(fault: str, wanted: str, fake_mooncake: UseFake) -> None:
     fake_mooncake(fault)
-    begun_s = monotonic()
-    said = failure(timeout_s=HANG_S)
-    assert said.startswith("not done within 1 s: ")
+    for hang_s in HANGS_S:
+        begun_s = monotonic()
+        said = failure(timeout_s=hang_s)
+        assert said.startswith(f"not done within {hang_s:g} s: ")
+        assert hang_s <= monotonic() - begun_s < hang_s + 30
+        if wanted in said:
+            break
     assert wanted in said
-    assert HANG_S <= monotonic() - begun_s < HANG_S + 5
 
 
 def test_loading_that_hangs_is_ended(fake_mooncake: UseFake) -> None:
     fake_mooncake("hang at import")
-    with pytest.raises(SelfTestFailed, match="the process was loading Mooncake"):
-        load_mooncake(HANG_S)
+    for hang_s in HANGS_S:
+        with pytest.raises(SelfTestFailed) as caught:
+            load_mooncake(hang_s)
+        if "the process was loading Mooncake" in str(caught.value):
+            return
+    pytest.fail(str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_the_log_begins_with_what_was_started(start_daemon: StartDaemon) -> None
     assert [(arena.rank, arena.size_bytes) for arena in started.arenas] == [(0, 16 << 20), (1, 16 << 20)]
     assert started.former_epoch == ""
     assert started.eviction_policy == "gdsf"
-    (ready,) = messages(daemon.stderr, "ready")
+    (ready,) = wait_for(lambda: messages(daemon.stderr, "ready"), "it says that it is ready")
     assert '"size":"32 MiB"' in ready
 
 
@@ -330,7 +330,7 @@ def test_a_signal_ends_what_is_open_and_everybody_hears_of_it(
 
 
 def test_sigterm_waits_for_a_reader_and_refuses_new_attempts(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon()
+    daemon = start_daemon(drain_timeout_ms=60_000, lease_ms=60_000)
     with clients_of(daemon, 2) as (client, late):
         leased, idle = client.ready("leased"), client.ready("idle")
         lease = client.lease(leased)

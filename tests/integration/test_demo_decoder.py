@@ -99,7 +99,7 @@ def test_d_decodes_while_a_push_is_under_way(daemon_of_two: DaemonProcess) -> No
     with Client(str(daemon_of_two.socket_path)) as p, RunningDecoder(daemon_of_two.socket_path) as worker:
         for rank in range(RANKS):
             p.declare_layout(rank, worker.decoder._pusher.layout)
-        worker.say(push_turn(1, pace_ms=5))
+        worker.say(push_turn(1, pace_ms=50))
         assert isinstance(worker.hear(), m.PushMoved)
         segments = (m.Segment(0, 0, SLOTS),)
         worker.say(m.Decode(id=2, session=1, segments=segments, slots=m.pack_slots(range(SLOTS))))

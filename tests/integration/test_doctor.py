@@ -183,17 +183,17 @@ def test_a_library_that_crashes_the_process_which_loads_it_is_a_finding(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "timeout_s", "why"),
     [
-        ("corrupt", "wrong bytes in 1 of 1 parts"),
-        ("target dies", "the receiving process was killed by SIGSEGV while waiting for the writes"),
-        ("never ends", "not done within 1.5 s"),
+        ("corrupt", "60", "wrong bytes in 1 of 1 parts"),
+        ("target dies", "60", "the receiving process was killed by SIGSEGV while waiting for the writes"),
+        ("never ends", "1.5", "not done within 1.5 s"),
     ],
 )
 def test_a_transport_that_corrupts_dies_or_hangs_fails_the_command(
-    fault: str, why: str, tmp_path: Path, fake: Path
+    fault: str, timeout_s: str, why: str, tmp_path: Path, fake: Path
 ) -> None:
-    arguments = (*MOONCAKE, "--bytes", "64KiB", "--timeout", "1.5")
+    arguments = (*MOONCAKE, "--bytes", "64KiB", "--timeout", timeout_s)
     tcp = report(tmp_path, 1, *arguments, path=fake, FAKE_MOONCAKE=fault)["mooncake"]["tcp"]
     assert (tcp["ok"], tcp["tested"], tcp["verified"]) == (False, True, False)
     assert why in tcp["why"]

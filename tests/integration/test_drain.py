@@ -73,7 +73,7 @@ def workers(daemon: DaemonProcess) -> Iterator[Workers]:
 
 
 def test_what_is_open_goes_on_to_its_end_and_then_the_daemon_exits(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(reserve_timeout_ms=1_500)
+    daemon = start_daemon(reserve_timeout_ms=5_000)
     workers = Workers(daemon.socket_path)
     ready, aborted = workers.commit("ready"), workers.commit("aborted")
     workers.reserve("expired")

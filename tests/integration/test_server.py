@@ -119,17 +119,19 @@ def test_a_client_that_pipelines_does_not_keep_others_waiting(usual: Stage) -> N
     client, num_pairs = usual.connect(), 400
     name = client.declare()
     handles = [client.granted(str(i), layout_fingerprint=name) for i in range(1_000)]
-    before = usual.core().requests_refused
     # A list takes a pass over all attempts; what is refused is counted, so that one can see how far it is.
     slow = w.encode_frame(w.ListReq(id=1, session_id="none"))
     counted = w.encode_frame(w.AbortReq(id=3, slab_handle=1))
-    client.send((slow + counted) * num_pairs)
-    seen = set()
-    while (refused := usual.core().requests_refused - before) < num_pairs:
-        seen.add(refused)
+    for _ in range(20):  # Who is not given the processor meanwhile sees nothing of it.
+        before, seen = usual.core().requests_refused, set()
+        client.send((slow + counted) * num_pairs)
+        while (refused := usual.core().requests_refused - before) < num_pairs:
+            seen.add(refused)
+        for _ in range(2 * num_pairs):
+            assert client.receive().id in (1, 3)
+        if len(seen - {0}) > 1:
+            break
     assert len(seen - {0}) > 1, "somebody else was answered in between"
-    for _ in range(2 * num_pairs):
-        assert client.receive().id in (1, 3)
     for handle in handles:
         usual.witness.ask(w.AbortReq, slab_handle=handle, drained=True)
 

@@ -168,10 +168,12 @@ def test_an_ended_peer_fails_at_once_and_its_successor_is_reached_by_the_same_en
 
 
 def test_an_ended_peer_may_be_tried_twice_and_then_rests(
-    new_writer: MakeWriter, start_target: StartTarget
+    new_writer: MakeWriter, start_target: StartTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = start_target()
     writer = new_writer(target)
+    # It rests 100 ms, which a slow machine needs for less.
+    monkeypatch.setattr(writer._engines.backoff, "_clock", Clock())
     assert finish(writer, writer.submit([new_writer.write(target, 0, 64)])) == DONE
     target.kill()
     for _ in range(2):

@@ -358,7 +358,8 @@ def test_threads_go_on_until_their_writer_is_closed(writer: MooncakeWriter, engi
         assert final(writer, writer.submit_feed(feed)) == DONE
         asked |= {thread for thread, _ in feed.asked}
     threads = writer._feeder._threads
-    assert asked == set(threads) and all(thread.is_alive() for thread in threads)
+    # One may do it all, when the other is late.
+    assert asked and asked <= set(threads) and all(thread.is_alive() for thread in threads)
     writer.close()
     writer._feeder.join(time.monotonic() + 20)
     assert not any(thread.is_alive() for thread in threads)
