@@ -82,12 +82,14 @@ def test_a_daemon_that_ends_frees_its_arenas_though_p_and_d_do_nothing(
     start_daemon: Callable[..., Any], is_clean: bool
 ) -> None:
     daemon = start_daemon()
+    gc.collect()
+    before = num_arenas()  # Of other tests.
     with paired(daemon) as pair:
         serve(pair)
-        assert num_arenas() > 0
+        assert num_arenas() > before
         end = daemon.stop if is_clean else daemon.kill
         end()
-        wait_for(lambda: num_arenas() == 0, "they are unmapped", PATIENCE_S)
+        wait_for(lambda: num_arenas() <= before, "they are unmapped", PATIENCE_S)
         daemon.restart()
         pair.ps[0].ping()
         serve(pair)
