@@ -199,9 +199,8 @@ async def _serve(config: Config, origin: Mapping[str, str]) -> int:
         tcp = await stack.enter_async_context(_listening_to_others(config, server, loop))
         if tcp is not None:
             server.service.usages.append(tcp.usage)
-        # Before anyone can know that the daemon is there, and rotate its log.
-        loop.add_signal_handler(signal.SIGHUP, _reload, log, notifier, tcp)
         await stack.enter_async_context(_listening(config, server, loop))
+        loop.add_signal_handler(signal.SIGHUP, _reload, log, notifier, tcp)
         total_bytes = sum(arena.size_bytes for arena, _ in arenas.values())
         _log.info(
             "ready",

@@ -111,6 +111,7 @@ class MappedArena:
         # Every view holds on to this object, so it is unmapped after the last of them.
         finalizer = weakref.finalize(memory, _unmap, os.getpid(), address, size_bytes)
         finalizer.atexit = False  # At exit a thread may still be copying.
+        self._memory: Final = weakref.ref(memory)
         view = memoryview(memory).cast("B")
         self._buffer: memoryview | None = view if writable else view.toreadonly()
         WATCH.add(self)
@@ -155,11 +156,14 @@ class MappedArena:
 
         Raises:
             ValueError: the arena is closed, or the bytes are not all inside.
-            ConnectionLost: the daemon is gone.
+            ConnectionLost: the daemon is gone, and nobody holds the memory any more.
         """
         if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
             raise ValueError(f"{size_bytes} bytes at {offset_bytes} leave an arena of {self.size_bytes}")
-        held = self.hold()  # Until the copy is done, whoever closes it meanwhile.
+        # Until the copy is done, whoever closes it meanwhile. What somebody holds may be written to its end.
+        held = None if self._is_closed else self._memory()
+        if held is None:
+            self.hold()
         # Releases the interpreter lock while it copies.
         ctypes.memmove(self.address + offset_bytes, source_address, size_bytes)
         del held

@@ -219,6 +219,18 @@ def test_a_grant_of_an_epoch_that_is_over_is_stale(client: FakeClient, make: Mak
     assert slabs.planes(grant(), NUM_TOKENS, "epoch-2")
 
 
+def test_an_arena_that_a_stale_grant_found_is_not_mapped_again(client: FakeClient, make: MakeSlabs) -> None:
+    slabs = make()
+    old = slabs.arena(0, "epoch-1")
+    old.life.close()  # As if its daemon had ended.
+    client.epoch = "epoch-2"
+    for _ in range(3):
+        with pytest.raises(StaleHandle):
+            slabs.arena(0, "epoch-1")
+    assert slabs.arena(0, "epoch-2") is client.arenas[1]
+    assert len(client.mapped) == 2
+
+
 def test_a_late_call_with_an_epoch_that_is_over_leaves_the_mapping_alone(
     client: FakeClient, make: MakeSlabs
 ) -> None:
@@ -232,7 +244,7 @@ def test_a_late_call_with_an_epoch_that_is_over_leaves_the_mapping_alone(
     assert client.mapped == [(0, True)], "the daemon is not even asked"
 
 
-def test_a_mapping_is_kept_while_the_daemon_that_comes_next_is_not_known(
+def test_a_mapping_makes_room_for_the_daemons_that_there_is_whatever_was_granted(
     client: FakeClient, make: MakeSlabs
 ) -> None:
     """The client has heard of another life, and the daemon hands over what is of neither."""
@@ -241,10 +253,9 @@ def test_a_mapping_is_kept_while_the_daemon_that_comes_next_is_not_known(
     client.epoch = "epoch-3"
     with pytest.raises(StaleHandle, match="its epoch is epoch-3, the grant's epoch-2"):
         slabs.arena(0, "epoch-2")
-    assert known.buffer
     with pytest.raises(ValueError, match="closed"):
-        client.arenas[-1].buffer  # noqa: B018
-    assert slabs._arenas == {0: known}
+        known.buffer  # noqa: B018
+    assert slabs.arena(0, "epoch-3") is client.arenas[-1] and len(client.mapped) == 2
 
 
 def test_after_close_an_arena_is_mapped_anew(client: FakeClient, make: MakeSlabs) -> None:
@@ -255,14 +266,14 @@ def test_after_close_an_arena_is_mapped_anew(client: FakeClient, make: MakeSlabs
     assert client.mapped == [(0, True)] * 2
 
 
-def test_an_arena_of_another_epoch_than_asked_for_is_not_kept(client: FakeClient, make: MakeSlabs) -> None:
+def test_an_arena_of_another_epoch_than_asked_for_waits_for_its_grant(
+    client: FakeClient, make: MakeSlabs
+) -> None:
     slabs = make()
     client.epoch = "epoch-2"
     with pytest.raises(StaleHandle):
         slabs.arena(0, "epoch-1")
-    assert slabs._arenas == {}
-    with pytest.raises(ValueError, match="closed"):
-        client.arenas[0].buffer  # noqa: B018
+    assert slabs.arena(0, "epoch-2") is client.arenas[0] and len(client.mapped) == 1
 
 
 def test_a_plane_keeps_its_memory_mapped_after_close(client: FakeClient, make: MakeSlabs) -> None:

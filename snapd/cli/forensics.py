@@ -176,6 +176,11 @@ def _cleaning_up() -> Iterator[None]:
         if not came:
             raise
     finally:
+        if came:
+            from snapd.forensics.scratch import delete_all
+
+            # While another one has no effect yet.
+            delete_all()
         for number, handler in former.items():
             signal.signal(number, handler)
     if came:

@@ -373,12 +373,16 @@ def _arriving(descriptor: int) -> Iterator[bytes]:
 
     One that came just before a read that waits, or to another thread, would be handled after it.
     """
+    os.read(descriptor, 0)  # What cannot be read at all would be waited for without end.
     ready = select.poll()
     ready.register(descriptor, select.POLLIN)
     while True:
         if not ready.poll(_LOOK_MS):
             continue
-        chunk = os.read(descriptor, _CHUNK_BYTES)
+        try:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:  # Somebody else has read it.
+            continue
         if not chunk:
             return
         yield chunk

@@ -89,12 +89,12 @@ class Slabs:
         if known is not None and known.epoch == self._client.epoch:
             raise _stale(known.epoch, epoch)
         arena = self._client.map_buffer(rank, writable=self._writable, device=self._devices.get(rank))
-        if arena.epoch != epoch:
-            arena.close()
-            raise _stale(arena.epoch, epoch)
         if known is not None:
             known.close()
+        # Also when it is not the one that was granted: it is the one that will be.
         self._arenas[rank] = arena
+        if arena.epoch != epoch:
+            raise _stale(arena.epoch, epoch)
         return arena
 
     def planes(self, grant: RankGrant, num_tokens: int, epoch: str) -> Sequence[torch.Tensor]:

@@ -12,8 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from snapd.cli import forensics as forensics_module
 from snapd.cli.forensics import parse_when
 from snapd.cli.main import run
 from snapd.forensics import loading
+from snapd.forensics import scratch as scratch_module
 from snapd.forensics import tables as tables_module
 from snapd.forensics.scratch import ScratchDirectory
 
@@ -380,6 +380,21 @@ def test_standard_input_is_a_log(
         assert json_of(capsys, "-")["attempts"] == 4
 
 
+def test_standard_input_that_cannot_be_read_is_status_2(tmp_path: Path) -> None:
+    """Not what would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with (tmp_path / "pipe").open("wb") as written:
+            done = subprocess.run(
+                [sys.executable, "-c", MAIN, "forensics", "-"],
+                stdin=written, capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+    finally:
+        os.close(reader)
+    assert (done.returncode, done.stderr) == (2, "snapd: -: Bad file descriptor\n")
+
+
 def test_standard_input_that_is_closed_is_an_empty_log(small_log: Path) -> None:
     command = f'exec "$0" -c "{MAIN}" forensics - --json <&-'
     done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, check=True)
@@ -392,7 +407,7 @@ def test_a_signal_while_the_database_is_deleted_leaves_no_directory(
 ) -> None:
     directory = tmp_path / "tmp"
     directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setenv("TMPDIR", str(directory))
     real = shutil.rmtree
     came: list[str] = []
 
@@ -415,7 +430,7 @@ def test_a_signal_while_the_database_is_deleted_leaves_no_directory(
 def test_a_signal_before_the_directory_is_in_anyones_hand_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     real = Path.mkdir
 
     def interrupted(path: Path, *arguments: Any, **options: Any) -> None:
@@ -428,6 +443,66 @@ def test_a_signal_before_the_directory_is_in_anyones_hand_leaves_none(
         ScratchDirectory()
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_is_made_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.setenv("TMP", str(tmp_path))
+    scratch = ScratchDirectory()
+    assert scratch.path.parent == tmp_path and scratch.path.stat().st_mode & 0o777 == 0o700
+    (scratch.path / "file").write_bytes(b"x")
+    scratch.delete()
+    scratch.delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_place_for_temporary_files_the_status_is_2(
+    small_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.setattr(scratch_module, "_PLACES", ())
+    assert run(["forensics", str(small_log)]) == 2
+    assert re.search(r"none/snapd-forensics-\w+: No such file or directory", capsys.readouterr().err)
+
+
+def test_a_second_signal_comes_too_late_to_leave_anything(
+    small_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first one has passed is deleted before a second one can end the process."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    real = forensics_module._progress
+    left: list[list[Path]] = []
+
+    @contextlib.contextmanager
+    def interrupted(what: str) -> Iterator[Any]:
+        with real(what) as progress:
+            yield progress
+            assert list(directory.iterdir())
+            signal.raise_signal(signal.SIGTERM)
+
+    def restored(number: int, handler: Any) -> Any:
+        if handler is signal.SIG_DFL:
+            left.append(list(directory.iterdir()))
+        return set_handler(number, handler)
+
+    set_handler = signal.signal
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        monkeypatch.setattr(forensics_module, "_progress", interrupted)
+        monkeypatch.setattr(signal, "signal", restored)
+        with pytest.raises(SystemExit) as ended:
+            run(["forensics", str(small_log)])
+        assert ended.value.code == 143
+    finally:
+        set_handler(signal.SIGTERM, former)
+    assert left and not any(left)
+
+
+def is_asleep(pid: int) -> bool:
+    """Whether the main thread waits for something."""
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 # The signal goes to another thread: what the main thread waits in is not interrupted, as it is not either
@@ -461,7 +536,7 @@ def test_a_signal_leaves_no_file_behind(
             )
         )
         stack.callback(process.kill)
-        while not list(directory.iterdir()):
+        while not (list(directory.glob("snapd-forensics-*/0.jsonl")) and is_asleep(process.pid)):
             assert process.poll() is None
         process.send_signal(number)
         assert process.wait(60) == 128 + number
@@ -509,7 +584,7 @@ def test_a_signal_while_the_database_is_opened_leaves_no_directory(
 
     empty = tmp_path / "tmp"
     empty.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(empty))
+    monkeypatch.setenv("TMPDIR", str(empty))
     monkeypatch.setattr("duckdb.connect", interrupted)
     with pytest.raises(SystemExit):
         run(["forensics", str(small_log)])

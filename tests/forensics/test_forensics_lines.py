@@ -4,7 +4,6 @@ import gzip
 import itertools
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -168,7 +167,7 @@ def test_standard_input_is_read_and_its_copy_deleted(tmp_path: Path, monkeypatch
     files, everything = three_files(tmp_path)
     packed = tmp_path / "packed.gz"
     packed.write_bytes(gzip.compress(files[1].read_bytes()))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with packed.open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         log = LogInput(["-", str(files[2]), str(files[0])])
@@ -184,13 +183,32 @@ def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path, monkeypatch: pytest
     files, everything = three_files(tmp_path)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     writer = threading.Thread(target=lambda: pipe.write_bytes(files[0].read_bytes()))
     writer.start()
     with LogInput([str(files[2]), str(pipe), str(files[1])]) as log:
         writer.join()
         assert all_lines(log) == everything
     assert not list(tmp_path.glob("snapd-forensics-*"))
+
+
+def test_a_pipe_that_others_read_too_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came was taken by somebody else."""
+    files, everything = three_files(tmp_path)
+    real, taken = os.read, []
+
+    def read(descriptor: int, size_bytes: int) -> bytes:
+        if size_bytes and not taken:
+            taken.append(descriptor)
+            raise BlockingIOError
+        return real(descriptor, size_bytes)
+
+    monkeypatch.setattr(lines_module.os, "read", read)
+    with files[0].open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        log = LogInput(["-", str(files[1]), str(files[2])])
+    with log:
+        assert taken and all_lines(log) == everything
 
 
 def test_an_empty_name_is_not_this_directory() -> None:
@@ -203,7 +221,7 @@ def test_standard_input_is_deleted_when_another_file_is_missing(
 ) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x\n")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with log.open() as stdin, pytest.raises(LogUnreadable):
         monkeypatch.setattr(sys, "stdin", stdin)
         LogInput(["-", str(tmp_path / "gone")])

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +286,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = a_log(tmp_path / "log", writer)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(scratch))
     with loaded(path):
         assert len(list(scratch.iterdir())) == 1
     assert not list(scratch.iterdir())

@@ -11,6 +11,7 @@ import struct
 import sys
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,9 +132,10 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert target.read_text() == "new" and link.is_symlink()
     with pytest.raises(OSError, match="No such file"):
         replace_file(tmp_path / "nowhere" / "page.html", b"new")
-    monkeypatch.setattr(Path, "chmod", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(OSError, match="no space left"):
-        replace_file(target, b"newer")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError, match="no space left"):
+            replace_file(target, b"newer")
     assert target.read_text() == "new"
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -142,6 +144,31 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.read(reader, 100) == b"newest"
     os.close(reader)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.html", "page.html", "pipe"]
+
+
+def test_a_signal_as_soon_as_the_page_is_there_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.open
+
+    def interrupted(path: Path, *arguments: Any, **options: Any) -> None:
+        real(path, *arguments, **options).close()
+        assert list(tmp_path.iterdir()) == [path]
+        raise SystemExit(143)
+
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(SystemExit):
+        replace_file(tmp_path / "page.html", b"new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_has_the_usual_permissions(tmp_path: Path) -> None:
+    former = os.umask(0o027)
+    try:
+        replace_file(tmp_path / "page.html", b"new")
+    finally:
+        os.umask(former)
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_missing_package_is_named_with_what_to_do(

@@ -176,13 +176,17 @@ def test_an_arena_is_unmapped_when_its_daemon_ends_and_nobody_looks(daemon, aren
 def test_what_has_views_outlives_the_daemon(daemon, arena, no_pidfd):
     """What is being read or written may be to its end."""
     with daemon.playing(handing_over(daemon, arena, is_kept=True)):
-        mapped = map_arena(daemon.path, 0, False, PATIENCE_S)
+        mapped = map_arena(daemon.path, 0, True, PATIENCE_S)
     view = mapped.buffer[:5]
     daemon.peers.pop().close()
     wait_for(lambda: mapped._buffer is None, "it is let go of", PATIENCE_S)
     mapped.check_alive()
     assert bytes(view) == b"first"
+    mapped.copy_in(0, mapped.address + 1, 4)
+    assert bytes(view) == b"irstt"
     del view
+    with pytest.raises(ConnectionLost):
+        mapped.copy_in(0, mapped.address, 1)
     assert permissions_at(mapped.address) is None
     mapped.close()
 

@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,9 @@ def test_a_flood_of_workers_makes_a_bounded_answer(shared: DaemonProcess) -> Non
 class Lines:
     """``snapd top --json`` as a process, line by line."""
 
-    def __init__(self, daemon: DaemonProcess) -> None:
+    def __init__(self, daemon: DaemonProcess, interval_s: str = "0.1", cli: Sequence[str] = CLI) -> None:
         self.process = subprocess.Popen(
-            [*CLI, "top", "--json", "--interval", "0.1", "--socket", str(daemon.socket_path)],
+            [*cli, "top", "--json", "--interval", interval_s, "--socket", str(daemon.socket_path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -191,6 +192,25 @@ def test_lines_go_on_over_a_crash_and_a_restart(daemon: DaemonProcess, workers: 
         lines.process.send_signal(signal.SIGINT)
         assert lines.process.wait(PATIENCE_S) == 0
         assert lines.process.stderr.read() == ""
+    finally:
+        lines.close()
+
+
+def test_lines_end_though_the_wait_for_the_next_is_not_interrupted(shared: DaemonProcess) -> None:
+    """The signal goes to another thread. One that comes just before the wait does not interrupt it either."""
+    script = """if True:
+        import signal, threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        from snapd.cli.main import main
+        main()
+    """
+    lines = Lines(shared, "3600", (sys.executable, "-c", script))
+    try:
+        lines.until(lambda line: line["connected"])
+        time.sleep(0.2)  # Until it waits, most likely; otherwise it is easier.
+        lines.process.send_signal(signal.SIGINT)
+        assert lines.process.wait(PATIENCE_S) == 0
     finally:
         lines.close()
 

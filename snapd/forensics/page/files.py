@@ -1,11 +1,8 @@
 """A file is replaced as a whole, or stays what it was."""
 
 import contextlib
-import os
-import tempfile
+import secrets
 from pathlib import Path
-
-_PUBLIC_MODE = 0o666
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -31,15 +28,13 @@ def _replace(path: Path, content: bytes) -> None:
         return
     # Through a link: what it points to is replaced, the link stays.
     path = path.resolve()
-    descriptor, beside = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=path.parent)
+    # Its name is known before it is there: the handler of a signal may raise at any instruction.
+    beside = path.with_name(f".{path.name[:64]}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with beside.open("xb") as file:
             file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(beside).chmod(_PUBLIC_MODE & ~umask)
-        Path(beside).replace(path)
+        beside.replace(path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            Path(beside).unlink()
+            beside.unlink()
         raise
