@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fault_cases import serve
 from kv_cases import PATIENCE_S, TOKENS, begun, finish, paired
 from raw_client import wait_for
 
 from snapd.errors import Reason
+from snapd.mapping import MappedArena
 
 
 @pytest.fixture
@@ -93,3 +95,30 @@ def test_a_daemon_that_ends_frees_its_arenas_though_p_and_d_do_nothing(
         daemon.restart()
         pair.ps[0].ping()
         serve(pair)
+
+
+@pytest.mark.slow
+def test_writes_that_were_begun_go_on_to_their_end_and_the_commit_tells_of_the_restart(
+    start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller makes them again, as after every stale handle."""
+    daemon = start_daemon()
+    with paired(daemon) as pair:
+        widths = (*pair.pusher.layout.k_stride_bytes, *pair.pusher.layout.v_stride_bytes)
+        planes = {
+            rank: [torch.zeros(len(TOKENS) * width, dtype=torch.uint8) for width in widths]
+            for rank in pair.pusher.pools
+        }
+        real, came = MappedArena.copy_in, []
+
+        def copy_in(arena: MappedArena, *arguments: int) -> None:
+            if not came:
+                came.append(arena)
+                daemon.kill()
+                daemon.restart()
+                wait_for(lambda: arena._buffer is None, "it is let go of", PATIENCE_S)
+            real(arena, *arguments)
+
+        monkeypatch.setattr(MappedArena, "copy_in", copy_in)
+        assert pair.pusher.push_planes("s", TOKENS, planes).reason == Reason.STALE_HANDLE
+        assert came
