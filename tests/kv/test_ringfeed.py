@@ -98,7 +98,7 @@ class FeedStage(GpuStage):
         return job
 
     def check_idle(self) -> None:
-        wait_until(lambda: self.pusher.poll() or not self.flights._feeds)
+        wait_until(lambda: self.pusher.poll() or not (self.flights._feeds or self.pusher.lingering))
         super().check_idle()
 
 
@@ -366,8 +366,8 @@ def test_a_push_that_is_cancelled_waits_for_no_room(gpu: ThreadsGpu) -> None:
     step_until(job, lambda: stage.engine.stuck and stage.ring.lent == 4)
     step_until(job, lambda: job.bytes_done > 3 * PIECE_BYTES)
     assert not job.cancel().drained
-    wait_until(lambda: stage.pusher.poll() or len(stage.flights._feeds) == 1)
-    assert stage.ring.lent == 1
+    # Its threads let go of what they held when they have come to know of it.
+    wait_until(lambda: stage.pusher.poll() or (len(stage.flights._feeds) == stage.ring.lent == 1))
     stage.engine.unstick()
     stage.check_idle()
 

@@ -157,9 +157,9 @@ def test_the_first_write_that_fails_is_the_last_that_begins(
     failed = final(writer, ticket)
     assert (failed.state, failed.is_drained) == (TicketState.FAILED, is_drained)
     assert failed.detail.endswith(words)
+    wait_for(lambda: feed.is_back)
     assert len(feed.may_land) == (0 if is_drained else 1)
     assert len(engine.begun) == (2 if ending == "refused" else 3)
-    wait_for(lambda: feed.is_back)
 
 
 def test_a_failure_after_the_first_does_not_prove_that_it_was_drained(
