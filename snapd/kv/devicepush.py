@@ -181,7 +181,7 @@ class GpuSide:
         for rank in self._pools:
             if any(arena.rank == rank for arena in hello.arenas):
                 # One stands for all: a transport is told of all of the ring.
-                writers.writer(hello, rank).make_known(self.ring_for(rank).buffers[0])
+                writers.writer(hello, rank).make_known(self.ring_for(rank).allocate()[0])
 
     def writers(self, other: WriterFor, slabs: Slabs | None) -> WriterFor:
         """Return what makes writers: for arenas that are mapped from another GPU, or else *other*."""

@@ -141,8 +141,10 @@ class DeviceRing:
         """Buffers that were taken and not given back."""
         return len(self._buffers) - len(self._free)
 
-    def allocate(self) -> None:
-        """Have its memory. On a GPU this waits for what it was told before, the first time.
+    def allocate(self) -> tuple[StagingBuffer, ...]:
+        """Have its memory, and return all buffers.
+
+        On a GPU this waits for what it was told before, the first time.
 
         Raises:
             TransportError: there is too little.
@@ -150,17 +152,18 @@ class DeviceRing:
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a pusher's staging memory is not for forks: make a Pusher in each process")
-        if self._buffers:
-            return
-        size_bytes = self.buffers_max * self._buffer_bytes
-        on_host = self.device.type == "cpu"
-        # An engine may be in inference mode now and not when it is written to.
-        with torch.inference_mode(False):
-            memory = allocate_host(size_bytes) if on_host else allocate_gpu(self.device, size_bytes)
-            parts = torch.split(memory, self._buffer_bytes)
-        region = (memory.data_ptr(), size_bytes)
-        self._buffers = tuple(StagingBuffer(part, region) for part in parts)
-        self._free = list(reversed(self._buffers))
+        with self._lock:
+            if not self._buffers:
+                size_bytes = self.buffers_max * self._buffer_bytes
+                on_host = self.device.type == "cpu"
+                # An engine may be in inference mode now and not when it is written to.
+                with torch.inference_mode(False):
+                    memory = allocate_host(size_bytes) if on_host else allocate_gpu(self.device, size_bytes)
+                    parts = torch.split(memory, self._buffer_bytes)
+                region = (memory.data_ptr(), size_bytes)
+                self._buffers = tuple(StagingBuffer(part, region) for part in parts)
+                self._free = list(reversed(self._buffers))
+            return self._buffers
 
     def take(self) -> StagingBuffer | None:
         """Return a buffer, or None if all are lent; errors as ``allocate``."""

@@ -267,12 +267,13 @@ class Flights:
             base_ptr: where the arena starts.
             keeps_last: see ``RingFeed``.
         """
-        ring.allocate()
+        # Asked once: of a pusher that was closed the keeper may take it away.
+        buffers = ring.allocate()
         with self._lock:
             feed = RingFeed(source, ring, base_ptr, self._room, keeps_last=keeps_last)
             self._feeds.append(feed)
             try:
-                flight = FeedFlight(writer, writer.submit_feed(ring.buffers[0], feed), feed)
+                flight = FeedFlight(writer, writer.submit_feed(buffers[0], feed), feed)
             except BaseException:
                 feed.stop()
                 feed.let_go()

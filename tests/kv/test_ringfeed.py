@@ -494,6 +494,28 @@ def test_a_push_whose_pusher_was_closed_makes_no_writer_anew(stage: FeedStage) -
     stage.check_idle()
 
 
+def test_a_ring_that_is_let_go_of_as_soon_as_it_is_asked_for_is_no_crash(
+    stage: FeedStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may be when a push goes on and its pusher was closed."""
+    stage.engine.plan.extend(["stuck", "stuck"])
+    job = stage.start()
+    step_until(job, lambda: len(stage.engine.stuck) == 2)
+    stage.pusher.close()
+    real = DeviceRing.allocate
+
+    def allocate(ring: DeviceRing) -> tuple[StagingBuffer, ...]:
+        buffers = real(ring)
+        ring.trim()
+        return buffers
+
+    monkeypatch.setattr(DeviceRing, "allocate", allocate)
+    stage.engine.unstick()
+    finish(job)
+    assert not job.result.ok and "closed" in job.result.detail
+    stage.check_idle()
+
+
 class Times:
     """A clock for ``ringfeed`` that moves when it is told."""
 

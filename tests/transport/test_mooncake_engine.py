@@ -596,6 +596,8 @@ def counts(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int
     counts: list[int] = []
     answers["module"].TransferEngine = lambda: NotingRaw(answers, counts)
     monkeypatch.setattr(MooncakeEngine, "_refuse_what_would_be_swallowed", lambda *_: None)
+    # Threads of other tests that end later would be taken off this count.
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "snapd-delete"])
     monkeypatch.setattr(mooncake_engines, "CALLS", Calls())
     return counts
 

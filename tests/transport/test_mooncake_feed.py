@@ -99,7 +99,7 @@ def test_a_ticket_is_done_when_every_write_of_its_feed_is(
     feed = ListFeed(writes(20))
     ticket = writer.submit_feed(feed)
     assert final(writer, ticket) == DONE
-    assert feed.has_ended.is_set() and feed.is_back and not feed.is_stopped
+    assert feed.has_ended.wait(20) and feed.is_back and not feed.is_stopped
     assert sorted(engine.begun, key=str) == sorted(writes(20), key=str)
     with pytest.raises(TransportError, match="no ticket"):
         writer.poll(ticket)

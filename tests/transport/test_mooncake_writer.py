@@ -218,6 +218,7 @@ def test_one_contact_with_a_peer_is_under_way_at_a_time(
             clock.now_ms += 10_000
             assert writer.poll(ticket).state is TicketState.FAILED
             clock.now_ms += 30_000
+    wait_for(lambda: bool(engine.opened))
     assert len(engine.opened) == 1
     engine.may_open.set()
 
