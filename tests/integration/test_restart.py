@@ -24,6 +24,8 @@ def test_a_push_ends_when_the_daemon_is_killed_and_the_next_one_maps_the_new_are
     daemon = start_daemon()
     with paired(daemon) as pair:
         job, handle = begun(pair)
+        # What is not on file yet is lost with the daemon, and has no outcome.
+        wait_for(lambda: pair.d.stats().log.queued_lines == 0, "all is written")
         daemon.kill()
         result = finish(job).result
         assert (result.ok, result.reason) == (False, Reason.TRANSFER_FAILED)

@@ -66,27 +66,36 @@ def has_both_ends(screen: list[str], lines: int) -> bool:
     return len(screen) == lines and screen[0].startswith("snapd top") and screen[-1].startswith(" 1 sessions")
 
 
-def is_whole(screen: list[str], columns: int, lines: int) -> bool:
-    """Whether the first line is at the top, the keys at the bottom, and nothing is wider than the screen."""
-    assert has_both_ends(screen, lines), screen
+def until_whole(tmux: Tmux, *wanted: str, columns: int = 80, lines: int = 24) -> list[str]:
+    """Wait until all of *wanted* is on the screen, the first line at the top and the keys at the bottom.
+
+    While it is drawn anew the screen shows a part of what was there. Nothing may be wider than the screen.
+    """
+    screen: list[str] = []
+
+    def is_there() -> bool:
+        screen[:] = tmux.screen()
+        text = "\n".join(screen)
+        return has_both_ends(screen, lines) and all(part in text for part in wanted)
+
+    wait_for(is_there, lambda: f"never whole with all of {wanted}:\n" + "\n".join(screen))
     assert max(map(cell_len, screen)) <= columns
-    return True
+    return screen
 
 
 def test_a_session_at_a_terminal(tmux: Tmux, daemon: DaemonProcess, workers: Workers) -> None:
     start_top(tmux, daemon)
     tmux.until("0 open", KEYS)
     workers.one_of_each()
-    screen = tmux.until(
-        "4 open", "RESERVED     ", "TRANSFERRING ", "READY        ", "READY leased ", "one-reserved",
+    until_whole(
+        tmux, "4 open", "RESERVED     ", "TRANSFERRING ", "READY        ", "READY leased ", "one-reserved",
         "too-large 1", "ok 1", "client-abort 1", "READY → INGESTED", "2 shards quarantined",
     )  # fmt: skip
-    assert is_whole(screen, 80, 24)
 
     tmux.press("2")
-    assert is_whole(tmux.until("RANK USED", "d-7", "LAST PROBLEM", "MEANING"), 80, 24)
+    until_whole(tmux, "RANK USED", "d-7", "LAST PROBLEM", "MEANING")
     tmux.press("Tab")
-    assert is_whole(tmux.until("refused too-large one-refused", "new → RESERVED"), 80, 24)
+    until_whole(tmux, "refused too-large one-refused", "new → RESERVED")
     tmux.press("Tab")
     tmux.until("nearest deadline first")
     tmux.press("s")
@@ -103,13 +112,11 @@ def test_a_session_at_a_terminal(tmux: Tmux, daemon: DaemonProcess, workers: Wor
 
     for columns, lines in ((120, 40), (30, 9), (80, 24)):
         tmux.resize(columns, lines)
-        # Until it is drawn anew the screen shows a part of what was there.
-        wait_for(lambda lines=lines: has_both_ends(tmux.screen(), lines), lambda: "\n".join(tmux.screen()))
-        assert is_whole(tmux.screen(), columns, lines)
+        until_whole(tmux, columns=columns, lines=lines)
 
     daemon.kill()
-    screen = tmux.until("no daemon, waiting since", "another program's socket")
-    assert is_whole(screen, 80, 24) and "one-reserved" not in "\n".join(screen[:8])
+    screen = until_whole(tmux, "no daemon, waiting since", "another program's socket")
+    assert "one-reserved" not in "\n".join(screen[:8])
     daemon.restart()
     tmux.until("0 open", "another daemon: pid")
     again = Workers(str(daemon.socket_path))
@@ -137,8 +144,7 @@ def test_names_that_mean_harm_leave_the_screen_whole(
         ("1", "nearest deadline first"),
     ):
         tmux.press(key)
-        screen = tmux.until(wanted)
-        assert is_whole(screen, 80, 24)
+        until_whole(tmux, wanted)
     # Each attempt is on a line of its own, from the line below the heading on, in this order. What is looked
     # at may be half drawn.
     wait_for(lambda: are_rows(tmux.screen()), lambda: "\n".join(tmux.screen()))
