@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 import pytest
+from elsewhere import MAIN_ELSEWHERE
 from forensics_logs import TS, Writer, loaded, write_old
 
 from snapd.cli import forensics as forensics_module
@@ -505,17 +506,7 @@ def is_asleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
-# The signal goes to another thread: what the main thread waits in is not interrupted, as it is not either
-# when the signal comes just before it begins to wait.
-_MAIN_ELSEWHERE = f"""
-import signal, threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
-{MAIN}
-"""
-
-
-@pytest.mark.parametrize("script", [MAIN, _MAIN_ELSEWHERE], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("script", [MAIN, MAIN_ELSEWHERE], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["stdin", "pipe", "pipe without a writer"])
 def test_a_signal_leaves_no_file_behind(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from daemon_process import DaemonProcess
 
+from snapd import daemonlife
+
 
 @pytest.fixture
 def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
@@ -34,3 +36,9 @@ def finish(started: DaemonProcess) -> None:
 def daemon(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
     """A running daemon with one arena of 16 MiB."""
     return start_daemon()
+
+
+@pytest.fixture
+def no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a daemon in this process can die."""
+    monkeypatch.setattr(daemonlife, "open_pidfd", lambda sock, peer: None)

@@ -19,6 +19,7 @@ from unittest import mock
 import msgspec
 import pytest
 from daemon_process import DaemonProcess, clean_environment
+from elsewhere import MAIN_ELSEWHERE
 
 from snapd import __version__
 from snapd.cli.main import COMMANDS, run
@@ -512,15 +513,7 @@ def test_watch_ends_quietly_on_ctrl_c_and_when_the_daemon_stops(
 
 
 def test_watch_ends_though_its_wait_is_not_interrupted(workers: Workers, at: tuple[str, str]) -> None:
-    """The signal goes to another thread. One that comes just before the wait does not interrupt it either."""
-    script = """if True:
-        import signal, threading
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        from snapd.cli.main import main
-        main()
-    """
-    watching = Watching(workers.client, *at, cli=(sys.executable, "-c", script))
+    watching = Watching(workers.client, *at, cli=(sys.executable, "-c", MAIN_ELSEWHERE))
     time.sleep(0.2)  # Until it waits, most likely; otherwise it is easier.
     watching.process.send_signal(signal.SIGINT)
     assert watching.end() == (0, "", "")

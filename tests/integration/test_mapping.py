@@ -16,7 +16,7 @@ import pytest
 from client_cases import PATIENCE_S, FakeDaemon, num_fds
 from raw_client import wait_for
 
-from snapd import daemonlife, mapping
+from snapd import mapping
 from snapd.client import AsyncClient, Client
 from snapd.errors import (
     ConnectionLost,
@@ -148,12 +148,6 @@ def test_a_copy_into_a_mapping_stays_inside_and_is_refused_when_it_is_closed(dae
     mapped.close()
     with pytest.raises(ValueError, match="closed"):
         mapped.copy_in(0, ctypes.addressof(source), 6)
-
-
-@pytest.fixture
-def no_pidfd(monkeypatch):
-    """So that a daemon in this process can die."""
-    monkeypatch.setattr(daemonlife, "open_pidfd", lambda sock, peer: None)
 
 
 def test_an_arena_is_unmapped_when_its_daemon_ends_and_nobody_looks(daemon, arena, no_pidfd):

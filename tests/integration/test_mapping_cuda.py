@@ -672,12 +672,6 @@ class MappingClient:
         return self.mapped[-1]
 
 
-@pytest.fixture
-def no_pidfd(monkeypatch):
-    """So that a daemon in this process can die."""
-    monkeypatch.setattr(daemonlife, "open_pidfd", lambda sock, peer: None)
-
-
 def as_tensor(view, device):
     """What torch does on a GPU, with the fake's memory."""
     interface = view.__cuda_array_interface__

@@ -207,7 +207,6 @@ def serving(programs: Path, tmp_path: Path) -> Iterator[Path]:
     assert process.wait(RUN_S) == 0
 
 
-@pytest.mark.slow
 def test_what_is_pinned_for_development_can_be_installed_with_debians_python() -> None:
     """Debian 12 has Python 3.11.2, and some packages ask for a later 3.11 than others."""
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE)
@@ -219,6 +218,7 @@ def test_what_is_pinned_for_development_can_be_installed_with_debians_python() -
     assert [name for name, python in wanted.items() if not SpecifierSet(python).contains("3.11.2")] == []
 
 
+@pytest.mark.slow
 def test_the_wheel_serves_without_the_source_tree(programs: Path, serving: Path, tmp_path: Path) -> None:
     assert installed(programs, tmp_path, "--version").stdout == f"snapd {__version__}\n"
     where = "import snapd, sys; print(snapd.__file__); sys.exit('torch' in sys.modules)"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, clean_environment
+from elsewhere import MAIN_ELSEWHERE
 from terminal import CLI, PATIENCE_S
 from top_cases import Workers, answer
 
@@ -197,15 +198,7 @@ def test_lines_go_on_over_a_crash_and_a_restart(daemon: DaemonProcess, workers: 
 
 
 def test_lines_end_though_the_wait_for_the_next_is_not_interrupted(shared: DaemonProcess) -> None:
-    """The signal goes to another thread. One that comes just before the wait does not interrupt it either."""
-    script = """if True:
-        import signal, threading
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        from snapd.cli.main import main
-        main()
-    """
-    lines = Lines(shared, "3600", (sys.executable, "-c", script))
+    lines = Lines(shared, "3600", (sys.executable, "-c", MAIN_ELSEWHERE))
     try:
         lines.until(lambda line: line["connected"])
         time.sleep(0.2)  # Until it waits, most likely; otherwise it is easier.

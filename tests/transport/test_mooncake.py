@@ -172,7 +172,7 @@ def test_an_ended_peer_may_be_tried_twice_and_then_rests(
 ) -> None:
     target = start_target()
     writer = new_writer(target)
-    # It rests 100 ms, which a slow machine needs for less.
+    # It rests 100 ms, and a slow machine may take longer than that to ask.
     monkeypatch.setattr(writer._engines.backoff, "_clock", Clock())
     assert finish(writer, writer.submit([new_writer.write(target, 0, 64)])) == DONE
     target.kill()
